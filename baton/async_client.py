@@ -2,6 +2,7 @@
 
 import asyncio
 import time
+import weakref
 from collections.abc import AsyncGenerator, Awaitable, Callable, Generator
 from contextlib import aclosing, asynccontextmanager, suppress
 from types import TracebackType
@@ -65,6 +66,7 @@ class AsyncClient:
         self._routers = Routers([_open(address, settings.tls) for address in settings.addresses])
         self._inquirer = _Inquirer(self._routers, settings)
         self._stopping: set[asyncio.Task[Any]] = set()
+        self._generations: weakref.WeakSet[AsyncGeneration] = weakref.WeakSet()
 
     def __repr__(self) -> str:
         return self._settings.describe("AsyncClient")
@@ -86,16 +88,18 @@ class AsyncClient:
         """Closes the connection and cancels running calls. The client cannot be used afterwards."""
         if self._stopping:
             await asyncio.wait(self._stopping, timeout=STOP_SECONDS)
+        for generation in tuple(self._generations):
+            generation.cancel()  # gRPC does not find a call that another coroutine reads for its task
         for channel in self._routers.channels:
             await channel.close(None)
 
     @requests.takes(requests.generate)
     def generate(self, call: requests.GenerateCall) -> "AsyncGeneration":
-        return AsyncGeneration(self._routers, self._settings, call, self._stop, self._inquirer)
+        return self._begun(AsyncGeneration(self._routers, self._settings, call, self._stop, self._inquirer))
 
     @requests.takes(requests.resume)
     def resume(self, call: requests.GenerateCall) -> "AsyncGeneration":
-        return AsyncGeneration(self._routers, self._settings, call, self._stop, self._inquirer)
+        return self._begun(AsyncGeneration(self._routers, self._settings, call, self._stop, self._inquirer))
 
     @requests.takes(requests.generate)
     async def generate_unary(self, call: requests.GenerateCall) -> generate_pb2.GenerateUnaryResponse:
@@ -149,6 +153,10 @@ class AsyncClient:
                 self._routers.leave(present)
                 await asyncio.sleep(pause)
 
+    def _begun(self, generation: "AsyncGeneration") -> "AsyncGeneration":
+        self._generations.add(generation)
+        return generation
+
     def _stop(self, handle: str) -> None:
         """Ends an answer that goes on without its reader, without waiting."""
         stopping = asyncio.ensure_future(self._end(handle))
@@ -158,7 +166,7 @@ class AsyncClient:
     async def _end(self, handle: str) -> None:
         message = generate_pb2.CancelGenerationRequest(handle=handle)
         method = self._routers.method("InferenceService/CancelGeneration")
-        with suppress(BatonError):  # it ends by itself, a little later
+        with suppress(BatonError, aio.UsageError):  # it ends by itself, a little later
             await unary(method(message, timeout=STOP_SECONDS, metadata=self._settings.bare_metadata))
 
 
@@ -184,6 +192,7 @@ class AsyncGeneration:
         self._received = Received(made.request, settings.resume, made.handle)
         self._stop = stop
         self._is_lost = False
+        self._running: Any = None  # the present call
         self._settings = settings
         self._events = self._read(made)
 
@@ -223,6 +232,11 @@ class AsyncGeneration:
         """Reads what is left of the answer, and returns its text; of several answers, that of the first."""
         return "".join([event.token.text async for event in self if event.token.index == 0])
 
+    def cancel(self) -> None:
+        """Ends the call that runs: whoever reads it gets Cancelled."""
+        if self._running is not None:
+            self._running.cancel()
+
     async def aclose(self) -> None:
         """Stops the request if it still runs."""
         await self._events.aclose()
@@ -238,6 +252,7 @@ class AsyncGeneration:
                     present = self._routers.present
                     name, message = received.next_call()
                     call = self._routers.method(name)(message, timeout=attempts.seconds_left, metadata=metadata)
+                    self._running = call
                     try:
                         async with self._watching(call, present), aclosing(stream(call)) as events:
                             async for event in events:

@@ -344,14 +344,20 @@ class _Inquirer:
         self._routers = routers
         self._settings = settings
         self._rule = Inquiries(settings.resume or Resume(), len(routers.channels))
+        self._meeting = threading.Lock()
         self._asking = [threading.Lock() for _ in routers.channels]
         self._answered_at = [0.0 for _ in routers.channels]
 
     def meet(self) -> None:
-        """Learns how long the routers take to answer, of those that it is not known of."""
-        for router in range(len(self._asking)):
-            if not self._rule.knows(router):
-                self._run(self._rule.meet(router))
+        """Learns how long the routers take to answer, of those that it is not known of; one stream does for all."""
+        if not self._meeting.acquire(blocking=False):
+            return
+        try:
+            for router in range(len(self._asking)):
+                if not self._rule.knows(router):
+                    self._run(self._rule.meet(router))
+        finally:
+            self._meeting.release()
 
     def is_lost(self, router: int, received: Received) -> bool:
         """True if this router has to be left, by one of its streams."""

@@ -72,13 +72,13 @@ class Inquiries:
         """Finds out whether a router has to be left, by a stream of it that is silent."""
         if (yield from self._answers(router, self._patience_seconds(router))):
             return Finding.ANSWERS
-        if (yield from self._is_behind(router, received)):
-            self._lost_at[router] = time.monotonic()
-            return Finding.LOST
-        if received.silence.seconds < self._resume.silent_seconds:
-            return Finding.SILENT
-        answers = yield from self._answers(router, self._resume.question_seconds)
-        return Finding.ANSWERS if answers else Finding.LOST
+        if not (yield from self._is_behind(router, received)):
+            if received.silence.seconds < self._resume.silent_seconds:
+                return Finding.SILENT
+            if (yield from self._answers(router, self._resume.question_seconds)):
+                return Finding.ANSWERS
+        self._lost_at[router] = time.monotonic()
+        return Finding.LOST
 
     def _is_behind(self, router: int, received: Received) -> Generator[Question, Reply, bool]:
         if self._routers == 1:

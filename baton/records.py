@@ -7,10 +7,11 @@ import hashlib
 import json
 import sys
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import partial
 
 from google.protobuf import json_format
+from google.protobuf.message import Message
 
 from baton.errors import InvalidRequest
 from baton.inference.v1 import generate_pb2, record_pb2
@@ -22,32 +23,28 @@ _DIGEST_BYTES = 8
 _FEWEST_TOKENS = 16  # of a digest
 _MOST_DIGESTS = 64
 
+_OPTIONS = ("sampling", "stopping")  # whose texts and ids a client wrote; the rest are numbers
+
 
 def content_of(request: generate_pb2.GenerateRequest) -> generate_pb2.GenerateRequest:
-    """The part of a request that a client wrote: its input, media, grammar, stop strings and bad words."""
+    """The part of a request that a client wrote: its input, media, grammar, and the texts and ids of its options."""
     content = generate_pb2.GenerateRequest()
     content.CopyFrom(request)
+    content.DiscardUnknownFields()
     for field in ("request_id", "model", "response", "lora_name", "routing", "cache"):
         content.ClearField(field)
-    stop, bad_words = list(request.stopping.stop), list(request.sampling.bad_words)
-    content.ClearField("stopping")
-    content.ClearField("sampling")
-    if stop:
-        content.stopping.stop.extend(stop)
-    if bad_words:
-        content.sampling.bad_words.extend(bad_words)
+    for name in _OPTIONS:
+        _clear(content, name, _numbers_of(getattr(content, name)))
     return content
 
 
 def options_of(request: generate_pb2.GenerateRequest) -> generate_pb2.GenerateRequest:
-    """The rest of a request, without the keys of sessions and caches: together with `content_of`, it is run again."""
-    kept = generate_pb2.GenerateRequest(
-        model=request.model, lora_name=request.lora_name, sampling=request.sampling, stopping=request.stopping
-    )
-    kept.stopping.ClearField("stop")
-    kept.sampling.ClearField("bad_words")
-    if request.HasField("response"):
-        kept.response.CopyFrom(request.response)
+    """The numbers and switches of a request, and its names: together with `content_of`, it is run again."""
+    kept = generate_pb2.GenerateRequest(model=request.model, lora_name=request.lora_name)
+    for name in (*_OPTIONS, "response"):
+        options = getattr(request, name)
+        for field in _numbers_of(options):
+            setattr(getattr(kept, name), field, getattr(options, field))
     if request.routing.topology:
         kept.routing.topology = request.routing.topology
     return kept
@@ -55,9 +52,26 @@ def options_of(request: generate_pb2.GenerateRequest) -> generate_pb2.GenerateRe
 
 def parts_of(content: generate_pb2.GenerateRequest) -> list[str]:
     """The names of the fields that a `content_of` has."""
-    names = [field.name for field, _ in content.ListFields()]
-    nested = {"stopping": "stopping.stop", "sampling": "sampling.bad_words"}
-    return [nested.get(name, name) for name in names]
+    names = []
+    for field, value in content.ListFields():
+        nested = [f"{field.name}.{one.name}" for one, _ in value.ListFields()] if field.name in _OPTIONS else []
+        names += nested or [field.name]
+    return names
+
+
+def _numbers_of(options: Message) -> list[str]:
+    """The fields of a message that are set, and are a number or a switch: no list, text or message."""
+    return [field.name for field, value in options.ListFields() if isinstance(value, int | float)]
+
+
+def _clear(content: generate_pb2.GenerateRequest, name: str, fields: Iterable[str]) -> None:
+    if not content.HasField(name):  # type: ignore[arg-type]
+        return
+    options = getattr(content, name)
+    for field in fields:
+        options.ClearField(field)
+    if not options.ListFields():
+        content.ClearField(name)  # type: ignore[arg-type]
 
 
 def content_digest(content: generate_pb2.GenerateRequest) -> bytes:
@@ -101,12 +115,20 @@ def read_bundle(text: str, name: str) -> list[record_pb2.RequestRecord]:
             raise InvalidRequest.of(name, f"has version {bundle['version']!r:.20}; this command reads {BUNDLE_VERSION}")
         # Fields that a newer router has added are left out.
         parse = partial(json_format.ParseDict, ignore_unknown_fields=True)
-        records = [parse(one, record_pb2.RequestRecord()) for one in bundle["records"]]
+        records = [parse(dict(one), record_pb2.RequestRecord()) for one in bundle["records"]]
     except (json_format.ParseError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise InvalidRequest.of(name, f"is no bundle of `baton record`: {error!s:.200}") from None
     if not records:
         raise InvalidRequest.of(name, "has no records")
+    if not all(_is_whole(answer) for one in records for answer in one.answers):
+        raise InvalidRequest.of(name, "has an answer whose ids or digests are not those of its tokens")
     return records
+
+
+def _is_whole(answer: record_pb2.RecordedAnswer) -> bool:
+    each, tokens = answer.digest_tokens, answer.tokens
+    has_digests = each > 0 and len(answer.digests) == -(-tokens // each)
+    return (has_digests or not tokens) and len(answer.token_ids) in (0, tokens)
 
 
 def _packed(ids: Sequence[int]) -> bytes:

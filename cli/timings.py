@@ -10,7 +10,7 @@ from baton.connection.metadata import TIMINGS_KEY
 from baton.enum_names import value_name
 from baton.errors import BatonError
 from baton.inference.v1 import generate_pb2, timing_pb2
-from cli.terminal import Table, table
+from cli.terminal import Table, printable, table
 
 BAR_WIDTH = 30
 
@@ -49,7 +49,7 @@ def _row(timing: timing_pb2.StageTiming, longest: float) -> list[str]:
         _milliseconds(seconds),
         shown,
         bar,
-        timing.worker_id or "router",
+        printable(timing.worker_id) or "router",
         _moved(timing, seconds),
     ]
 
@@ -71,7 +71,7 @@ def _moved(timing: timing_pb2.StageTiming, seconds: float) -> str:
     if not timing.num_bytes:
         return cached
     rate = f", {timing.num_bytes / seconds / 1e9:.2f} GB/s" if seconds else ""
-    return f"{_size(timing.num_bytes)} by {timing.transport}{rate}" + (f", {cached}" if cached else "")
+    return f"{_size(timing.num_bytes)} by {printable(timing.transport)}{rate}" + (f", {cached}" if cached else "")
 
 
 def _size(num_bytes: int) -> str:

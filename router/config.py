@@ -164,11 +164,13 @@ class RecordsConfig(Section):
     share: float = Field(default=0.0, ge=0, le=1, description="Of all others, by chance.")
     asked: bool = Field(default=False, description="Those with the metadata x-baton-record: 1.")
     prompts: bool = Field(default=False, description="Whether prompts and answers are kept, or only their digests.")
-    max_prompt_bytes: int = Field(default=256 * 2**10, ge=0, le=2**19)  # of a longer prompt or answer, the digests only
+    max_prompt_bytes: int = Field(
+        default=256 * 2**10, ge=0, le=2**19
+    )  # of a longer prompt, or longer answers, digests only
     max_bytes: int = Field(default=16 * 2**20, ge=4096, description="In memory; the oldest go first.")
     tenant_bytes: int = Field(default=4 * 2**20, ge=4096, description="Of one tenant.")
     folder: str = Field(default="", description="Where each is written to a file, too; empty writes none.")
-    folder_bytes: int = Field(default=2**30, ge=4096, description="Of all files there; the oldest go first.")
+    folder_bytes: int = Field(default=2**30, ge=2**20, description="Of all files there; the oldest go first.")
 
     @property
     def depends_on_end(self) -> bool:

@@ -3,6 +3,7 @@
 Threads of pools are started by the event loop, `run_in_executor` and `to_thread`.
 """
 
+import asyncio
 import sys
 import threading
 import time
@@ -31,7 +32,18 @@ def switch_often() -> None:
 
 
 def let_others_run(value: Value) -> Value:
-    """The value. For compiled code that calls it for each of many: at some calls other threads may run."""
-    if not next(_calls) % _CALLS_A_TURN:
+    """The value. For compiled code that calls it for each of many: at some calls other threads may run.
+
+    Not on an event loop, which would wait a millisecond each time for the interpreter of a thread that computes.
+    """
+    if not next(_calls) % _CALLS_A_TURN and not _is_on_loop():
         time.sleep(0)
     return value
+
+
+def _is_on_loop() -> bool:
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return False
+    return True

@@ -49,6 +49,9 @@ class Move:
         while rounds < _MOST_ROUNDS and self._decode.num_tokens - copied > _MOST_BLOCKS_LEFT * self._block_tokens:
             lent = await self._lend()
             if lent.num_tokens <= copied:
+                # Its worker has needed its blocks, and computes it again.
+                if lent.handoff_id:
+                    await self._decode.calls.release(self._decode.worker, lent)
                 break
             num_bytes += await self._copy(lent)
             copied, rounds = lent.num_tokens, rounds + 1

@@ -70,7 +70,9 @@ class PeerLink:
 
     async def find_records(self, request: peer_pb2.FindRecordsRequest) -> peer_pb2.FindRecordsResponse:
         """The records that that router alone has. Raises a BatonError."""
-        return await unary(self._stub().FindRecords(request, timeout=_RECORDS_SECONDS))
+        asked = peer_pb2.FindRecordsRequest(router_id=self._own_id)
+        asked.MergeFrom(request)
+        return await unary(self._stub().FindRecords(asked, timeout=_RECORDS_SECONDS))
 
     def _loop(self) -> asyncio.AbstractEventLoop:
         loop = asyncio.get_running_loop()

@@ -19,6 +19,9 @@ from runtime.clock import monotonic
 
 log = structlog.get_logger(__name__)
 
+# The capability of routers that share neither quotas nor places: they are no home.
+RECORDS_ONLY = "records_only"
+
 _LOOPBACK = ("127.0.0.1", "localhost", "::1")
 _MOST_HOMES = 20_000  # that are remembered
 _MOST_VIEWS = 64  # the latest, by which it is known since when this router is a home
@@ -47,18 +50,22 @@ class RegisteredPeers:
 
     @property
     def count(self) -> int:
-        """The number of routers (`Peers.count`)."""
+        """The number of routers that share limits (`Peers.count`)."""
         return len({*self._views[0][1], self.own.worker_id})
 
     @property
     def routers(self) -> frozenset[str]:
-        """The ids of all, this one's as THIS_ROUTER too."""
+        """The ids of those that share limits, this one's as THIS_ROUTER too."""
         return frozenset((*self._views[0][1], THIS_ROUTER))
 
     @property
     def links(self) -> Iterable[PeerLink]:
         """To all other routers."""
         return tuple(self._links.values())
+
+    def has(self, router: str) -> bool:
+        """True if another router is registered by this id."""
+        return router in self._links
 
     async def follow(self, registry: Registry) -> None:
         """Follows the registry of routers, until cancelled."""
@@ -68,17 +75,18 @@ class RegisteredPeers:
 
     def update(self, records: Iterable[WorkerRecord]) -> None:
         """Takes a view of the registry."""
-        known = {one.worker_id: one for one in records if self._reaches(one)}
+        others = {one.worker_id: one for one in records if self._reaches(one)}
+        is_registered = others.pop(self.own.worker_id, None) is not None
+        homes = {name for name, record in others.items() if RECORDS_ONLY not in record.capabilities}
         # While the others do not know of it, this router is no home: they would choose another one.
-        own = {self.own.worker_id} if known.pop(self.own.worker_id, None) or not known else set()
-        others = known
+        own = {self.own.worker_id} if is_registered or not homes else set()
         for name in [name for name, link in self._links.items() if others.get(name) != link.record]:
             self._links.pop(name).close()
         for name, record in others.items():
             if name not in self._links:
                 self._links[name] = self._connect(record)
-        routers = tuple(sorted({*others} | own))
-        if not self._has_view and others:
+        routers = tuple(sorted(homes | own))
+        if not self._has_view and homes:
             # What they did before this router came is unknown.
             self._views.clear()
         if not self._has_view:

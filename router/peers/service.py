@@ -11,7 +11,7 @@ from typing import Any, TypeAlias
 from grpc import aio
 
 from baton.engine.v1 import peer_pb2, peer_pb2_grpc
-from baton.errors import InvalidRequest
+from baton.errors import InvalidRequest, Unavailable
 from discovery.location import Location
 from discovery.record import WorkerRecord
 from discovery.registry import Registry
@@ -19,7 +19,7 @@ from router.admission.controller import AdmissionController
 from router.admission.ledger import THIS_ROUTER
 from router.config import RouterConfig
 from router.peers.link import MOST_ASKS, MOST_NUMBER, PeerLink, are_counters
-from router.peers.membership import RegisteredPeers
+from router.peers.membership import RECORDS_ONLY, RegisteredPeers
 from router.peers.tenants import own_tenants
 from rpc.auth.access import Access, Rules
 from rpc.channels import dialer
@@ -62,6 +62,8 @@ class PeerServicer(peer_pb2_grpc.PeerServiceServicer):
     async def FindRecords(
         self, request: peer_pb2.FindRecordsRequest, _context: Context
     ) -> peer_pb2.FindRecordsResponse:
+        if not self._peers.has(request.router_id):
+            raise Unavailable("the router that asks is not registered, as this one sees it")
         return await self._find_records(request)
 
     def lend(self, request: peer_pb2.LendRequest) -> peer_pb2.LendResponse:
@@ -120,7 +122,7 @@ def _check_numbers(field: str, numbers: Iterable[float]) -> None:
 async def follow_peers(config: RouterConfig, registry: Registry) -> AsyncIterator[RegisteredPeers]:
     """The other routers, while the context is open. Entering waits a little for the first view."""
     async with TaskGroup() as group:
-        own, dial = _record(config), dialer(config.tls.call)
+        own, dial = _own_record(config), dialer(config.tls.call)
         peers = RegisteredPeers(
             own, lambda record: PeerLink(record, own.worker_id, group, dial, config.peers.timeout_seconds)
         )
@@ -180,7 +182,7 @@ async def _registered(registry: Registry, record: WorkerRecord) -> None:
         await asyncio.Event().wait()
 
 
-def _record(config: RouterConfig) -> WorkerRecord:
+def _own_record(config: RouterConfig) -> WorkerRecord:
     """This process's record; its id is its own, so that none takes a restarted router for the one before."""
     name = f"{config.router_id[:100] or 'router'}-{token_hex(8)}"
     return WorkerRecord(
@@ -192,6 +194,7 @@ def _record(config: RouterConfig) -> WorkerRecord:
         engine="",
         layout_digest="",
         max_context_tokens=0,
+        capabilities=() if config.shares_limits else (RECORDS_ONLY,),
         location=Location(host=socket.gethostname()[:253]),
     )
 

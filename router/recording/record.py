@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 from google.protobuf.duration_pb2 import Duration
 
@@ -30,6 +31,7 @@ from runtime.entropy import token_hex
 _MOST_CANDIDATES = 8
 _LONGEST_ERROR = 500  # characters
 _LONGEST_ID = 256
+_NOTE_SIZE = 512
 # Errors whose messages Baton writes, of workers and times. Those of others may repeat what a client wrote.
 _TELLING = (
     Unavailable,
@@ -44,7 +46,7 @@ _TELLING = (
 )
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Ended:
     """A request that has ended, its notes, and when it came, by the wall clock in nanoseconds."""
 
@@ -54,16 +56,18 @@ class Ended:
     error: BaseException | None
     arrived_ns: int
 
-    @property
+    @cached_property
     def size(self) -> int:
         """About how many bytes and ids its record is made from."""
-        answers = sum(len(one.completion.token_ids) for one in _answers(self.notes) if one.completion is not None)
-        return self.ctx.message_bytes + self.ctx.stats.prompt_tokens + answers
+        answers = list(_answers(self.notes))
+        ids = sum(len(one.completion.token_ids) for one in answers if one.completion is not None)
+        notes = sum(len(one.placements) + len(one.attempts) for one in answers)
+        return self.ctx.message_bytes + self.ctx.stats.prompt_tokens + ids + notes * _NOTE_SIZE
 
 
 @dataclass(frozen=True, slots=True)
 class RecordMaker:
-    """Makes records. With `keeps_prompts` they have what clients wrote and answers' ids, up to `most_bytes` of each."""
+    """Makes records. With `keeps_prompts` they have what clients wrote and answers' ids, up to `most_bytes` of both."""
 
     router_id: str
     policy: str
@@ -94,9 +98,14 @@ class RecordMaker:
             record.error_stage, record.error_worker_id = ended.error.stage, ended.error.worker_id
         record.error = self._message(ended.error)
         self._fill_request(record, ended)
-        began = stats.timings.began
+        ids = 0
         for index, notes in enumerate(_answers(ended.notes)):
-            self._fill_answer(record.answers.add(index=index), notes, began)
+            answer = record.answers.add(index=index)
+            self._fill_answer(answer, notes, stats.timings.began)
+            if notes.completion is not None and self.keeps_prompts:
+                ids += answer.tokens
+                if 4 * ids <= self.most_bytes:
+                    answer.token_ids.extend(notes.completion.token_ids)
         return record
 
     def _fill_request(self, record: record_pb2.RequestRecord, ended: Ended) -> None:
@@ -131,8 +140,6 @@ class RecordMaker:
         answer.seed = completion.sampling.params.seed
         if completion.finished is not None:
             answer.reason = completion.finished.reason
-        if self.keeps_prompts and 4 * len(ids) <= self.most_bytes:
-            answer.token_ids.extend(ids)
 
     def _attempt(self, note: AttemptNote, began: float) -> record_pb2.RecordedAttempt:
         attempt = record_pb2.RecordedAttempt(

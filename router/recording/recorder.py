@@ -26,7 +26,7 @@ from runtime.clock import wall_time_ns
 log = structlog.get_logger(__name__)
 
 _MOST_WAITING = 256  # requests that have ended, and whose records are not made yet
-_LARGE = 16 * 1024  # bytes and ids, above which a record is made in a thread
+_LARGE = 16 * 1024  # of Ended.size, above which a record is made in a thread
 _SETTLE_SECONDS = 1.0  # for records that are being made when one is asked for
 
 _CAUSES = {
@@ -48,6 +48,7 @@ class Recorder:
         self._folder = RecordFolder(Path(config.folder), config.folder_bytes) if config.folder else None
         self._waiting: asyncio.Queue[Ended] = asyncio.Queue(_MOST_WAITING)
         self._waiting_bytes = 0
+        self._has_failed = False  # to write the last record to the folder
         self.table = RecordTable(config)
 
     def begin(self, metadata: Iterable[tuple[str, str | bytes]] | None) -> AnswerNotes | None:
@@ -68,12 +69,13 @@ class Recorder:
         cause = ctx.notes.cause or self._cause(ctx)
         if not cause:
             return
-        if self._waiting.full() or self._waiting_bytes + ctx.message_bytes > self._config.max_bytes:
+        arrived_ns = wall_time_ns() - round(ctx.timings.total_seconds * 1e9)
+        ended = Ended(ctx, ctx.notes, cause, error, arrived_ns)
+        if self._waiting.full() or self._waiting_bytes + ended.size > self._config.max_bytes:
             metrics.RECORDS_DROPPED.labels("busy").inc()
             return
-        self._waiting_bytes += ctx.message_bytes
-        arrived_ns = wall_time_ns() - round(ctx.timings.total_seconds * 1e9)
-        self._waiting.put_nowait(Ended(ctx, ctx.notes, cause, error, arrived_ns))
+        self._waiting_bytes += ended.size
+        self._waiting.put_nowait(ended)
 
     async def run(self) -> None:
         """Makes records, one after the other, until cancelled."""
@@ -82,7 +84,7 @@ class Recorder:
             try:
                 await self._keep(ended)
             finally:
-                self._waiting_bytes -= ended.ctx.message_bytes
+                self._waiting_bytes -= ended.size
                 self._waiting.task_done()
 
     async def find(self, request_id: str, tenant: str | None) -> list[record_pb2.RequestRecord]:
@@ -114,11 +116,17 @@ class Recorder:
             return
         metrics.RECORDS.labels(_CAUSES[ended.cause]).inc()
         if self._folder is not None:
-            try:
-                await asyncio.to_thread(self._folder.write, record)
-            except OSError as error:
-                metrics.RECORDS_DROPPED.labels("folder").inc()
-                log.warning("a record could not be written", folder=self._config.folder, error=str(error))
+            await self._write(self._folder, record)
+
+    async def _write(self, folder: RecordFolder, record: record_pb2.RequestRecord) -> None:
+        try:
+            await asyncio.to_thread(folder.write, record)
+            self._has_failed = False
+        except OSError as error:
+            metrics.RECORDS_DROPPED.labels("folder").inc()
+            if not self._has_failed:
+                self._has_failed = True
+                log.warning("records cannot be written", folder=self._config.folder, error=error.strerror)
 
 
 def _asks(metadata: Iterable[tuple[str, str | bytes]] | None) -> bool:

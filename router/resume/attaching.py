@@ -5,6 +5,8 @@ from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from typing import Any
 
+from google.protobuf.message import DecodeError
+
 from baton.engine.v1 import decode_pb2, prompt_pb2, resume_pb2
 from baton.errors import BatonError, Cancelled, PositionInvalid, StaleAttempt, StreamLost
 from baton.inference.v1 import generate_pb2, sampling_pb2
@@ -89,8 +91,9 @@ class KnownAnswer:
 class Attacher:
     """Reads answers on the workers of a cluster."""
 
-    def __init__(self, cluster: Cluster) -> None:
+    def __init__(self, cluster: Cluster, max_answers: int) -> None:
         self._finder = StreamFinder(cluster)
+        self._max_answers = max_answers
 
     async def attach_all(self, request: ResumeRequest, seconds: float, attached: AsyncExitStack) -> Sequence[Answer]:
         """All answers, attached where a worker has them; none if they all have to be computed again."""
@@ -100,8 +103,8 @@ class Attacher:
             call_ids = [answer_call_id(handle.call_id, answer) for answer in range(answers)]
             workers = await self._finder.find(call_ids, handle)
             if handle.call_id in workers and answers == 1 and not message.HasField("request"):
-                first = await self._look(0, workers[handle.call_id], request)
-                answers = max(1, resume_pb2.ResumeRecord.FromString(first.record).answers)
+                found_first = await self._look(0, workers[handle.call_id], request)
+                answers = max(1, found_first.record.answers)
                 if answers > 1:
                     continue
             break
@@ -140,25 +143,35 @@ class Attacher:
         attached.enter_context(worker.keep_open())
         call: Any = worker.decode.Attach(asked, timeout=seconds)
         attached.push_async_callback(call.aclose)
-        found = await _first(call)
-        return Adopted(resume_pb2.ResumeRecord.FromString(found.record), AdoptedDecode(worker, found, call))
+        return self._adopted(worker, await _first(call), call)
 
-    async def peek(self, answer: int, request: ResumeRequest) -> AdoptedDecode:
+    def _adopted(self, worker: WorkerHandle, attached: decode_pb2.DecodeAttached, call: Any) -> Adopted:
+        """An answer as its worker tells of it. Raises StreamLost for what no router has given a worker to keep."""
+        try:
+            record = resume_pb2.ResumeRecord.FromString(attached.record)
+        except DecodeError:
+            raise StreamLost("the answer's worker gives a record that cannot be read") from None
+        if record.answers > self._max_answers:
+            raise StreamLost(f"the answer's worker tells of {record.answers} answers of at most {self._max_answers}")
+        # A tenant has not paid for more than there is.
+        attached.read_tokens = min(attached.read_tokens, len(attached.token_ids))
+        return Adopted(record, AdoptedDecode(worker, attached, call))
+
+    async def peek(self, answer: int, request: ResumeRequest) -> Adopted:
         """The state of an answer, as its worker tells it; its reader goes on. Raises StreamLost."""
         call_id = answer_call_id(request.handle.call_id, answer)
         workers = await self._finder.find([call_id], request.handle)
         if call_id not in workers:
             raise StreamLost("nothing is left of this answer")
-        worker = workers[call_id]
-        return AdoptedDecode(worker, await self._look(answer, worker, request), None)  # type: ignore[arg-type]
+        return await self._look(answer, workers[call_id], request)
 
-    async def _look(self, answer: int, worker: WorkerHandle, request: ResumeRequest) -> decode_pb2.DecodeAttached:
+    async def _look(self, answer: int, worker: WorkerHandle, request: ResumeRequest) -> Adopted:
         asked = _attach_request(answer, request)
         asked.peek = True
         with worker.keep_open():
             call: Any = worker.decode.Attach(asked, timeout=_ATTACH_SECONDS)
             try:
-                return await _first(call)
+                return self._adopted(worker, await _first(call), None)
             finally:
                 await call.aclose()
 

@@ -54,7 +54,7 @@ class Resumer:
     def __init__(self, contexts: ContextFactory, pipeline: Pipeline) -> None:
         self._contexts = contexts
         self._pipeline = pipeline
-        self._attacher = Attacher(pipeline.cluster)
+        self._attacher = Attacher(pipeline.cluster, pipeline.limits.max_answers)
 
     async def run(self, message: generate_pb2.ResumeGenerationRequest, call: Any) -> None:
         """Sends what a client lacks of its answers, to their end.
@@ -110,11 +110,12 @@ class Resumer:
         """The tokens of a kept answer so far, as its workers tell them; nothing changes. Raises StreamLost."""
         request = ResumeRequest(generate_pb2.ResumeGenerationRequest(), handle, qos, None)
         found = generate_pb2.GetGenerationProgressResponse()
-        first = (await self._attacher.peek(0, request)).attached
-        found.answers.add(tokens=len(first.token_ids), is_over=first.is_over)
-        for answer in range(1, resume_pb2.ResumeRecord.FromString(first.record).answers):
+        first = await self._attacher.peek(0, request)
+        attached = first.decode.attached
+        found.answers.add(tokens=len(attached.token_ids), is_over=attached.is_over)
+        for answer in range(1, first.record.answers):
             with suppress(StreamLost):
-                attached = (await self._attacher.peek(answer, request)).attached
+                attached = (await self._attacher.peek(answer, request)).decode.attached
                 found.answers.add(index=answer, tokens=len(attached.token_ids), is_over=attached.is_over)
         return found
 
@@ -122,11 +123,10 @@ class Resumer:
         """Ends a kept answer, wherever it is. Raises StreamLost."""
         request = ResumeRequest(generate_pb2.ResumeGenerationRequest(), handle, qos, None)
         first = await self._attacher.peek(0, request)
-        record = resume_pb2.ResumeRecord.FromString(first.attached.record)
-        await self._attacher.forget(0, first, request)
-        for answer in range(1, record.answers):
+        await self._attacher.forget(0, first.decode, request)
+        for answer in range(1, first.record.answers):
             with suppress(StreamLost):
-                await self._attacher.forget(answer, await self._attacher.peek(answer, request), request)
+                await self._attacher.forget(answer, (await self._attacher.peek(answer, request)).decode, request)
 
     def _read(self, message: generate_pb2.ResumeGenerationRequest, call: Any) -> ResumeRequest:
         handle = Handle.parse(message.handle)
@@ -136,6 +136,8 @@ class Resumer:
         most = self._pipeline.limits.max_answers
         if max(len(message.received), *indices, 0) > most or len(indices) > most:
             raise InvalidRequest.of("have", f"is of more than {most} answers")
+        if (answers := message.request.sampling.n) > most:
+            raise InvalidRequest.of("request.sampling.n", f"must be in [1, {most}], is {answers}")
         for index, tokens in enumerate(message.received):
             if len(tokens.ids) != next((one.tokens for one in message.have if one.index == index), 0):
                 violation = FieldViolation(f"received[{index}]", "has other ids than `have` says")

@@ -37,6 +37,9 @@ def load_json(
     `constant` and `pairs` read what json.loads calls so.
     """
     has_infinite = False
+    if isinstance(text, bytes):
+        # json.loads would guess the encoding, and read half of a surrogate pair as a character.
+        text = text.decode("utf-8-sig")
 
     def number(digits: str) -> float:
         nonlocal has_infinite
@@ -52,7 +55,7 @@ def load_json(
         object_hook=let_others_run,
         object_pairs_hook=pairs,
     )
-    if _has_surrogates(text):
+    if "\\ud" in text or "\\uD" in text:
         require_pairs(value)
     if has_infinite:
         raise NotFinite(next((path for path, _ in located(value, _is_infinite)), ""))
@@ -89,12 +92,6 @@ def located(value: Any, is_wanted: Callable[[Any], bool], path: str = "") -> Ite
 
 def _whole_number(digits: str) -> int:
     return int(let_others_run(digits))
-
-
-def _has_surrogates(text: str | bytes) -> bool:
-    if isinstance(text, str):
-        return "\\ud" in text or "\\uD" in text
-    return b"\\ud" in text or b"\\uD" in text
 
 
 def _is_infinite(value: Any) -> bool:

@@ -37,11 +37,14 @@ from router.workers.handle import WorkerHandle, connect
 from router.workers.loras import SEPARATOR, find_lora, has_lora, split_name
 from rpc.channels import Dial
 from runtime.aio import TaskGroup
+from runtime.clock import monotonic
 from runtime.lasting import lasting
 
 log = structlog.get_logger(__name__)
 
 _CARD_SECONDS = 60.0  # a vocabulary of 250,000 tokens takes 2 s
+# For so long a worker of the first view may leave names uncertain: it has 30 s to send its card, and reading that 60 s.
+_TELLING_SECONDS = 90.0
 _LONGEST_REASON = 300  # characters of what a card's reading raised
 
 
@@ -52,10 +55,13 @@ class _Member:
     record: WorkerRecord
     worker: WorkerHandle | None = None
     leave: asyncio.Event = field(default_factory=asyncio.Event)
+    since: float = field(default_factory=monotonic)
 
     def is_untold(self, models: Collection[str]) -> bool:
         """True while its model, or if it is one of `models` its adapters, are not known and may be soon."""
         worker = self.worker
+        if monotonic() >= self.since + _TELLING_SECONDS:
+            return False
         if worker is None or worker.health.awaits_card:
             return not self.leave.is_set()
         tells_loras = self.record.model in models and LORA in self.record.capabilities

@@ -24,6 +24,7 @@ log = structlog.get_logger(__name__)
 SEPARATOR = ":"
 _SHOWN = 80  # characters of a name in an error
 _NAMED = 10  # adapters in an error
+_LONGEST_NAME = 2048  # of a model and its adapter: each separator in it is a way to read it
 _LONGEST_PAUSE_SECONDS = 10.0
 
 
@@ -58,7 +59,7 @@ async def watch_loras(
         except InvalidReply as error:
             metrics.WORKER_FAULTS.labels("loras").inc()
             log.warning("the adapters that a worker reports are ignored", worker_id=worker_id, problem=error.message)
-            note(KnownLoras())
+            note(KnownLoras(is_reported=True))
         except BatonError:
             # The health checks decide whether the worker is used.
             pass
@@ -101,8 +102,8 @@ def loras_of_model(workers: Iterable[LoraWorker], model: str) -> dict[str, lora_
 
 
 def split_name(name: str) -> Iterator[tuple[str, str]]:
-    """Each way to read a name as `<model>:<adapter>`."""
-    for index, character in enumerate(name):
+    """Each way to read a name as `<model>:<adapter>`; of one that is longer than any, none."""
+    for index, character in enumerate(name if len(name) <= _LONGEST_NAME else ""):
         if character == SEPARATOR and 0 < index < len(name) - 1:
             yield name[:index], name[index + 1 :]
 

@@ -1,5 +1,6 @@
 """The Python client against a real router."""
 
+import asyncio
 import json
 from contextlib import aclosing
 
@@ -7,8 +8,8 @@ import pytest
 from support.clients.baton_command import SmallCluster
 from support.eventually import eventually
 
-from baton import AsyncClient
-from baton.errors import InvalidRequest, RequestNotFound, Unavailable, Unsupported
+from baton import AsyncClient, Resume
+from baton.errors import Cancelled, InvalidRequest, RequestNotFound, Unavailable, Unsupported
 from baton.inference.v1 import generate_pb2
 from baton.requests import generate
 
@@ -27,6 +28,24 @@ async def test_leaving_the_stream_frees_the_blocks(cluster: SmallCluster) -> Non
                 if event.HasField("token"):
                     break
         await eventually(lambda: not cluster.blocks_used)
+
+
+@pytest.mark.parametrize("resume", [None, Resume(keep_seconds=3.0)], ids=["plain", "kept"])
+async def test_closing_the_client_ends_its_running_answers(cluster: SmallCluster, resume: Resume | None) -> None:
+    client, begun = AsyncClient(cluster.address, resume=resume), asyncio.Event()
+    request = generate_pb2.GenerateRequest(prompt="hello", stopping={"max_tokens": 4000, "ignore_eos": True})
+
+    async def read() -> None:
+        async for event in client.generate(request):
+            if event.HasField("token"):
+                begun.set()
+
+    reading = asyncio.ensure_future(read())
+    await begun.wait()
+    await client.close()
+    with pytest.raises(Cancelled):
+        await reading
+    await eventually(lambda: not cluster.blocks_used)
 
 
 async def test_a_refusal_is_an_invalid_request_with_its_fields(cluster: SmallCluster) -> None:

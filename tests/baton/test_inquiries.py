@@ -115,6 +115,16 @@ async def test_a_router_is_not_left_at_once_if_there_is_no_other(asking: Asking)
     assert asking.asked == [(0, "GetServerInfo")]
 
 
+async def test_a_router_that_one_stream_leaves_for_its_silence_is_lost_for_all(asking: Asking) -> None:
+    rule = Inquiries(Resume(keep_seconds=30.0, stall_seconds=0.4), 1)
+    received, another = await asking.read("", 5), await asking.read("", 5)
+    asking.proxy.freeze()
+    received.silence.heard_at -= 1.0
+    assert await asking.find(rule.ask(0, received)) is Finding.LOST
+    # Threads that wait for their turn to ask would else take it one after another.
+    assert rule.is_known_lost(0, another)
+
+
 def test_a_question_is_due_after_a_few_usual_gaps_and_later_after_each_that_finds_nothing() -> None:
     silence = Silence(_RESUME)
     assert silence.seconds_until_due > 10

@@ -13,8 +13,9 @@ REQUEST = generate_pb2.GenerateRequest(
     request_id="one",
     model="demo",
     prompt="hello",
-    sampling={"seed": 3, "bad_words": ["bad"]},
-    stopping={"stop": ["end"], "max_tokens": 9},
+    sampling={"seed": 3, "temperature": 0.0, "bad_words": ["bad"], "logit_bias": {7: 1.5}},
+    stopping={"stop": ["end"], "stop_token_ids": [9], "max_tokens": 9, "ignore_eos": False},
+    response={"logprobs": 0},
     guided={"regex": "[a-z]+"},
     routing={"session_key": "mine", "cache_salt": "salt", "topology": generate_pb2.TOPOLOGY_AGGREGATED},
     media=[{"uri": "https://example.org/a.png"}],
@@ -23,11 +24,15 @@ REQUEST = generate_pb2.GenerateRequest(
 
 def test_a_request_is_what_its_client_wrote_and_its_options() -> None:
     content, options = records.content_of(REQUEST), records.options_of(REQUEST)
-    assert records.parts_of(content) == ["prompt", "sampling.bad_words", "stopping.stop", "guided", "media"]
+    assert records.parts_of(content) == [
+        *("prompt", "sampling.logit_bias", "sampling.bad_words", "stopping.stop", "stopping.stop_token_ids"),
+        *("guided", "media"),
+    ]
     assert options == generate_pb2.GenerateRequest(
         model="demo",
-        sampling={"seed": 3},
-        stopping={"max_tokens": 9},
+        sampling={"seed": 3, "temperature": 0.0},
+        stopping={"max_tokens": 9, "ignore_eos": False},
+        response={"logprobs": 0},
         routing={"topology": generate_pb2.TOPOLOGY_AGGREGATED},
     )
     options.MergeFrom(content)
@@ -40,6 +45,28 @@ def test_a_field_that_is_new_is_what_a_client_wrote_until_it_is_said_to_be_an_op
     options = {"request_id", "model", "sampling", "stopping", "response", "lora_name", "routing", "cache"}
     written = {"prompt", "token_ids", "chat", "guided", "media"}
     assert set(generate_pb2.GenerateRequest.DESCRIPTOR.fields_by_name) == options | written
+
+
+def _with_unknown_text(request: generate_pb2.GenerateRequest) -> generate_pb2.GenerateRequest:
+    """The request of a newer client, which has a field here and in its options that this version does not know."""
+    field = b"\xfa\x3f\x06secret"  # 1023, six bytes
+    newer = generate_pb2.GenerateRequest.FromString(request.SerializeToString() + field)
+    for part in (newer.sampling, newer.stopping, newer.response):
+        part.MergeFromString(field)
+    return newer
+
+
+def test_a_field_of_a_newer_client_is_neither_kept_nor_digested() -> None:
+    newer = _with_unknown_text(REQUEST)
+    assert newer.SerializeToString().count(b"secret") == 4
+    assert b"secret" not in records.options_of(newer).SerializeToString()
+    assert records.content_of(newer) == records.content_of(REQUEST)
+    assert records.content_digest(records.content_of(newer)) == records.content_digest(records.content_of(REQUEST))
+
+
+def test_options_without_text_are_no_content() -> None:
+    request = generate_pb2.GenerateRequest(prompt="x", sampling={"seed": 1}, stopping={})
+    assert records.content_of(request) == generate_pb2.GenerateRequest(prompt="x")
 
 
 def test_the_digests_of_an_answer_are_a_chain() -> None:
@@ -71,7 +98,14 @@ def test_a_bundle_is_read_as_it_was_written() -> None:
         ('{"version": 2, "records": []}', "has version 2"),
         ('{"version": 1, "records": []}', "has no records"),
         ('{"version": 1, "records": 7}', "is no bundle"),
+        ('{"version": 1, "records": "ab"}', "is no bundle"),
         ('{"version": 1, "records": [{"answers": 7}]}', "is no bundle"),
+        ('{"version": 1, "records": [{"answers": [{"tokens": -1}]}]}', "is no bundle"),
+        ('{"version": 1, "records": [{"total": "1e400s"}]}', "is no bundle"),
+        ('{"version": 1, "records": [{"answers": [{"tokens": 40}]}]}', "ids or digests"),
+        ('{"version": 1, "records": [{"answers": [{"tokens": 5, "digests": ["AAAA", "BBBB"]}]}]}', "ids or digests"),
+        ('{"version": 1, "records": [{"answers": [{"tokens": 5, "digest_tokens": 16}]}]}', "ids or digests"),
+        ('{"version": 1, "records": [{"answers": [{"token_ids": [5]}]}]}', "ids or digests"),
         ("[" * 100_000, "is no bundle"),
     ],
 )

@@ -154,6 +154,16 @@ async def test_an_error_is_json_with_its_details(edge: Edge) -> None:
 
 
 @in_shared_loop
+async def test_records_have_a_path_of_json(edge: Edge) -> None:
+    with pytest.raises(urllib.error.HTTPError) as caught:
+        await send(edge, "/v1/records/no/such-request")
+    assert (caught.value.code, "this router keeps no records" in json.loads(caught.value.read())["message"]) == (
+        404,
+        True,
+    )
+
+
+@in_shared_loop
 async def test_an_error_keeps_its_details_for_grpc(edge: Edge) -> None:
     with pytest.raises(grpc.aio.AioRpcError) as caught:
         await edge.stub.GetModel(model_pb2.GetModelRequest(name="no-such-model"))

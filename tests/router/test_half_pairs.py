@@ -51,6 +51,15 @@ async def test_it_is_refused_within_a_body(served: Bench) -> None:
     assert response.status_code == 400
 
 
+@pytest.mark.parametrize(
+    "body", [b'{"prompt": "\xed\xa0\x80"}', '{"prompt": "x"}'.encode("utf-16"), b'{"metadata": {"a": "\xed\xa0\x80"}}']
+)
+async def test_a_body_in_no_utf_8_is_refused(served: Bench, body: bytes) -> None:
+    response = await post(served, "/completions", body)
+    message = "body: is not valid UTF-8, or has half of a surrogate pair"
+    assert (response.status_code, response.json()["error"]["message"]) == (400, message)
+
+
 async def test_whole_pairs_are_accepted(served: Bench) -> None:
     call = {"role": "assistant", "tool_calls": [{"name": "f", "arguments": r'{"a": "\ud83d\ude00"}'}]}
     stopping = generate_pb2.GenerateRequest(stopping={"max_tokens": 1}).stopping

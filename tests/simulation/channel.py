@@ -51,7 +51,7 @@ class SimulatedCall:
         self._news = asyncio.Event()
         self._status: Status | None = None
         self._call: ClientCall | None = None
-        self._window = channel.window
+        self._window, self._read_seconds = channel.window, channel.read_seconds
         self._task = asyncio.get_running_loop().create_task(self._run(channel, path, **options))
         channel.calls[self] = None
         self._task.add_done_callback(lambda _: channel.calls.pop(self, None))
@@ -99,7 +99,7 @@ class SimulatedCall:
         self._news.set()
         if self._window:
             loop: Any = asyncio.get_running_loop()
-            loop.call_later(loop.random.expovariate(20), self._widen, len(message) + 5)
+            loop.call_later(loop.random.expovariate(1 / self._read_seconds), self._widen, len(message) + 5)
 
     def _widen(self, size: int) -> None:
         """Gives back a slow reader's window."""
@@ -176,13 +176,13 @@ class SimulatedCall:
 
 
 class SimulatedChannel(aio.Channel):
-    """Calls to one address. `window` is that of a slow reader's streams, in bytes.
+    """Calls to one address. `window` is that of a slow reader's streams, in bytes; a message takes it `read_seconds`.
 
     Calls end here at their deadline, as grpc.aio's do; with `patience` so much later, so that the server ends them.
     """
 
-    def __init__(self, address: str, window: int = 0, patience: float = 0.0) -> None:
-        self.patience = patience
+    def __init__(self, address: str, window: int = 0, patience: float = 0.0, read_seconds: float = 0.05) -> None:
+        self.patience, self.read_seconds = patience, read_seconds
         self.address = address.removeprefix("dns:///")
         self.window = window
         self.calls: dict[SimulatedCall, None] = {}

@@ -15,7 +15,7 @@ from baton.resuming import Received
 from simulation.channel import SimulatedChannel
 from simulation.entropy import Time
 from simulation.plan import CLIENTS, Request
-from simulation.reference import PICTURES, prompt_of
+from simulation.reference import picture_of, prompt_of, text_of
 
 _PAUSE_SECONDS = 0.3
 _CANCEL_SECONDS = 10.0
@@ -114,7 +114,9 @@ class Client:
         method, message = received.next_call()
         name = self._world.plan.fleet.router_names[number % self._world.plan.fleet.routers]
         patience = _PATIENCE_SECONDS if result.index % 2 else 0.0
-        channel = SimulatedChannel(f"{self._world.ip_of(name)}:7070", self._asked.window, patience)
+        channel = SimulatedChannel(
+            f"{self._world.ip_of(name)}:7070", self._asked.window, patience, self._asked.read_seconds
+        )
         stub = inference_service_pb2_grpc.InferenceServiceStub(channel)
         metadata = ((TENANT_KEY, self._asked.tenant),) if self._asked.tenant else None
         self._call = getattr(stub, method.partition("/")[2])(message, timeout=max(0.001, seconds), metadata=metadata)
@@ -208,9 +210,8 @@ class Client:
         asked = self._asked
         message = pb.GenerateRequest(request_id=self.request_id)
         if asked.image:
-            # Of three prefixes each the text is the same, and the image is not.
-            message.prompt = "<image>" + chr(97 + asked.prefix // len(PICTURES)) * asked.length
-            message.media.add(data=PICTURES[asked.prefix % len(PICTURES)], mime_type="image/png")
+            message.prompt = text_of(asked)
+            message.media.add(data=picture_of(asked), mime_type="image/png")
         else:
             message.token_ids.ids.extend(prompt_of(asked))
         message.sampling.seed = asked.seed

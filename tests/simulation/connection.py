@@ -10,7 +10,6 @@ from simulation.loop import Node
 if TYPE_CHECKING:
     from simulation.network import Network
 
-_SOCKET_BYTES = 128 * 1024
 _MOST = 65536
 _MOST_SLOW = 4096
 _LOST_SECONDS = 0.2  # until a segment is sent again
@@ -94,7 +93,7 @@ class Connection(asyncio.Transport):
         self.rate = 0
         self._queue: list[bytes] = []
         self._queued = 0
-        self._high, self._low = 64 * 1024, 16 * 1024
+        self.set_write_buffer_limits()
         self._writer_paused = self._reader_paused = self._is_moving = self._ended = False
         self._last_at = 0.0
 
@@ -116,11 +115,11 @@ class Connection(asyncio.Transport):
         return self.closing or self.closed
 
     def set_write_buffer_limits(self, high: int | None = None, low: int | None = None) -> None:
-        self._high = 64 * 1024 if high is None else high
-        self._low = self._high // 4 if low is None else low
+        self._high = min(64 * 1024 if high is None else high, self.network.socket_bytes)
+        self._low = self._high // 4 if low is None else min(low, self._high)
 
     def get_write_buffer_size(self) -> int:
-        return max(0, self._queued - _SOCKET_BYTES)
+        return max(0, self._queued - self.network.socket_bytes)
 
     def write(self, data: Any) -> None:
         if self.is_closing() or not data:

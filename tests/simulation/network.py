@@ -105,6 +105,7 @@ class Network:
         self.gone: set[str] = set()  # hosts that do not even refuse
         self._base = self.random.choice((30e-6, 100e-6, 1e-3))
         self._rare = self.random.choice((0.0, 0.01, 0.05))
+        self.socket_bytes = self.random.choice((1024, 128 * 1024))  # in flight, before what is written waits
         self._numbers, self._ports = 0, _FIRST_PORT
 
     def delay(self) -> float:

@@ -18,7 +18,13 @@ MOMENTS = (0.0, 2e-4, 1e-3, 5e-3, 3e-2)
 PROCESS_KINDS = ("kill", "vanish", "pause", "drain")
 NETWORK_KINDS = ("reset", "half", "slow", "cut", "partition", "reset_all")
 REGISTRY_KINDS = ("outage", "lost_lease")
+# Seconds of a fault: also just beyond the product's own times, until a worker is taken for hung, and until its record
+# expires. A shorter one would lose no lease.
+LENGTHS = (0.05, 0.5, 1.7, 3.3, 6.0, 15.0)
+LEASE_LENGTHS = (2.5, 3.1, 3.5, 4.5, 15.0)
 TENANTS = ("ann", "bob", "cy")
+_LONG = 400  # tokens of a request, of which a pool holds so many at a time
+_BUSY_SECONDS = 20.0  # that all requests take, if each answer is as long as may be
 CLIENTS = ("client-0", "client-1", "client-2", "client-3")
 
 
@@ -48,6 +54,10 @@ class Fleet:
     concurrent: int = 8  # requests of a tenant, if there are quotas
     requests_per_second: float = 20.0
     waiting_tokens: int = 1024  # unread by a slow client before its decode has to wait
+    unsent_bytes: int = 64 * 1024  # of a stream before who writes to it has to wait
+    window_bytes: int = 2**20  # of a stream; a connection's is eight times as large
+    encode_seconds: float = 0.01
+    embeddings_bytes: int = 256 * 2**20
 
     @property
     def workers(self) -> tuple[str, ...]:
@@ -78,6 +88,7 @@ class Request:
     leave_seconds: float = -1.0
     cancel_seconds: float = -1.0  # CancelGeneration
     window: int = 0  # of a client that reads slowly, in bytes
+    read_seconds: float = 0.05  # until such a client has read a message
     together: int = 0
     keep: float = 0.0  # seconds; the client resumes
     drops: tuple[float, ...] = ()  # when a client that resumes loses its connection
@@ -171,7 +182,8 @@ def _fleet(draw: random.Random, profile: str) -> Fleet:
         transport=draw.choice(("remote", "mapped")),
         blocks=draw.choice((32, 48, 96, 200)),
         lease_seconds=draw.choice((1.5, 3.0, 6.0)),
-        step_seconds=draw.choice((0.003, 0.01, 0.03)),
+        # Where much goes wrong, answers also last longer than a record in the registry.
+        step_seconds=draw.choice((0.003, 0.01, 0.03, 0.06) if profile == "storm" else (0.003, 0.01, 0.03)),
         prefill_rate=draw.choice((2000, 10000)),
         ranks=draw.choice((1, 1, 1, 2)),
         early_tokens=draw.choice((0, 0, 40)),
@@ -185,6 +197,10 @@ def _fleet(draw: random.Random, profile: str) -> Fleet:
         concurrent=draw.choice((2, 8)),
         requests_per_second=draw.choice((1.0, 5.0, 20.0)),
         waiting_tokens=draw.choice((2, 16, 1024)),
+        unsent_bytes=draw.choice((64, 1024, 64 * 1024)),
+        window_bytes=draw.choice((2**13, 2**20)),
+        encode_seconds=draw.choice((0.01, 0.1)),
+        embeddings_bytes=draw.choice((0, 256 * 2**20)),
     )
 
 
@@ -201,6 +217,7 @@ def _requests(draw: random.Random, fleet: Fleet, profile: str, count: int, secon
     bursts = draw.choice((0, 0, 3, 6))
     at_steps = draw.choice((0.0, 0.5, 0.9))
     most = min(fleet.blocks * 16 - 100, 300)
+    longest = _longest_answer(fleet, count)
     found = []
     for _ in range(count):
         values: dict[str, Any] = {
@@ -218,15 +235,21 @@ def _requests(draw: random.Random, fleet: Fleet, profile: str, count: int, secon
             "tenant": draw.choice(TENANTS) if fleet.has_quotas else "",
         }
         # A worker's pool holds all of one request.
-        values["tokens"] = min(values["tokens"], fleet.blocks * 16 - values["length"] - 20)
+        values["tokens"] = min(values["tokens"], fleet.blocks * 16 - values["length"] - 20, longest)
         if draw.random() < kept:
             values["keep"] = draw.choice((2.0, 8.0))
         if profile != "plain":
             values |= _manners(draw, values["tokens"], rude, at_steps, is_kept="keep" in values)
             if draw.random() < slow:
-                values["window"] = draw.choice((250, 600))
+                values |= _slow(draw)
         found.append(Request(**values))
     return found
+
+
+def _longest_answer(fleet: Fleet, count: int) -> int:
+    """The tokens of answers of which so many at once end in time: most of a deadline is not for waiting."""
+    places = (fleet.decode + fleet.mixed) * min(fleet.max_running or 100, max(1, fleet.blocks * 16 // _LONG))
+    return max(5, int(_BUSY_SECONDS * places / (count * fleet.step_seconds)))
 
 
 def _manners(draw: random.Random, tokens: int, rude: float, at_steps: float, *, is_kept: bool) -> dict[str, Any]:
@@ -252,18 +275,21 @@ def _manners(draw: random.Random, tokens: int, rude: float, at_steps: float, *, 
             return {"cancel_seconds": draw.random() ** 3 * 0.5}
         case 3:
             return {"timeout": draw.choice((0.02, 0.1, 0.3, 1.0))}
-    return {"window": draw.choice((250, 600))}
+    return _slow(draw)
+
+
+def _slow(draw: random.Random) -> dict[str, Any]:
+    """A client that reads slowly, also more slowly than its answer is computed."""
+    return {"window": draw.choice((250, 600)), "read_seconds": draw.choice((0.05, 0.25))}
 
 
 def _faults(draw: random.Random, fleet: Fleet, profile: str, count: int, seconds: float) -> tuple[Fault, ...]:
-    # Also just beyond the product's own times: until a worker is taken for hung, and until its record expires.
-    lengths = (0.05, 0.5, 1.7, 3.3, 6.0, 15.0)
     if profile == "one_fault":
         kind = draw.choice([one for one in (*PROCESS_KINDS, *NETWORK_KINDS, *REGISTRY_KINDS) if one != "partition"])
         if draw.random() < 0.7:
-            return (_aimed(draw, fleet, kind, "", count, draw.choice(lengths)),)
+            return (_aimed(draw, fleet, kind, "", count),)
         target = draw.choice([name for name in fleet.workers if not name.startswith("encode")])
-        return (_fault(draw, fleet, kind, target, draw.random() * seconds, draw.choice(lengths)),)
+        return (_fault(draw, fleet, kind, target, draw.random() * seconds),)
     if profile != "storm":
         return ()
     kinds = draw.sample((*PROCESS_KINDS, *NETWORK_KINDS, *REGISTRY_KINDS), draw.randint(1, 4))
@@ -272,20 +298,21 @@ def _faults(draw: random.Random, fleet: Fleet, profile: str, count: int, seconds
         target = draw.choice(fleet.workers * 3 + fleet.router_names)
         if draw.random() < aimed:
             chosen = target if target in fleet.router_names else ""
-            found.append(_aimed(draw, fleet, draw.choice(kinds), chosen, count, draw.choice(lengths)))
+            found.append(_aimed(draw, fleet, draw.choice(kinds), chosen, count))
             continue
-        found.append(_fault(draw, fleet, draw.choice(kinds), target, draw.random() * seconds, draw.choice(lengths)))
+        found.append(_fault(draw, fleet, draw.choice(kinds), target, draw.random() * seconds))
     return tuple(sorted(found, key=lambda one: one.at))
 
 
-def _fault(draw: random.Random, fleet: Fleet, kind: str, target: str, at: float, seconds: float) -> Fault:
+def _fault(draw: random.Random, fleet: Fleet, kind: str, target: str, at: float) -> Fault:
+    seconds = draw.choice(LEASE_LENGTHS if kind == "lost_lease" else LENGTHS)
     everyone = [name for name in fleet.workers + fleet.router_names if name != target]
     others = draw.sample(everyone, draw.randint(1, len(everyone))) if kind == "partition" else [draw.choice(everyone)]
     return Fault(at, kind, target, tuple(sorted(others)), seconds)
 
 
-def _aimed(draw: random.Random, fleet: Fleet, kind: str, target: str, count: int, seconds: float) -> Fault:
+def _aimed(draw: random.Random, fleet: Fleet, kind: str, target: str, count: int) -> Fault:
     """A fault at a step of some request."""
     step = draw.choice(WORKER_STEPS)
-    fault = _fault(draw, fleet, kind, target, draw.choice(MOMENTS), seconds)
+    fault = _fault(draw, fleet, kind, target, draw.choice(MOMENTS))
     return replace(fault, step=step, count=draw.randint(1, count * 10 if step == "token" else count))

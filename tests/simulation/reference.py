@@ -1,6 +1,7 @@
 """What the simulated engine has to generate, written again: each id is a function of the seed and all ids before."""
 
 import hashlib
+import struct
 from array import array
 from io import BytesIO
 
@@ -9,6 +10,7 @@ from PIL import Image
 from simulation.plan import Request
 
 _LETTERS = tuple(b"abcdefghijklmnopqrstuvwxyz ")
+_IMAGE_ID, _IMAGE_TOKENS = 257, 4
 
 
 def prompt_of(asked: Request) -> list[int]:
@@ -16,10 +18,25 @@ def prompt_of(asked: Request) -> list[int]:
     return [(position * 7 + asked.prefix * 31) % 200 + 20 for position in range(asked.length)]
 
 
+def text_of(asked: Request) -> str:
+    """The prompt with an image. Of three prefixes each the text is the same, and the image is not."""
+    return "<image>" + chr(97 + asked.prefix // len(PICTURES)) * asked.length
+
+
+def picture_of(asked: Request) -> bytes:
+    """The image of a request that has one."""
+    return PICTURES[asked.prefix % len(PICTURES)]
+
+
 def reference(asked: Request) -> list[int]:
-    """The whole answer to a request without an image."""
+    """The whole answer to a request."""
     state = hashlib.blake2b(asked.seed.to_bytes(8, "little"), digest_size=8)
-    state.update(array("I", prompt_of(asked)).tobytes())
+    prompt = prompt_of(asked)
+    if asked.image:
+        digest = hashlib.sha256(b"simulated image" + picture_of(asked)).digest()
+        state.update(struct.pack("<qqI", 0, _IMAGE_TOKENS, len(digest)) + digest)
+        prompt = [_IMAGE_ID] * _IMAGE_TOKENS + list(text_of(asked).removeprefix("<image>").encode())
+    state.update(array("I", prompt).tobytes())
     ids: list[int] = []
     for _ in range(asked.tokens):
         value = int.from_bytes(state.digest(), "little")

@@ -9,7 +9,11 @@ from typing import Any
 
 import structlog
 
+import baton_http2.client.connection
+import baton_http2.receiver
+import baton_http2.server.connection
 import baton_http2.server.server
+import baton_http2.stream
 import rpc.channels
 import services.control
 from router.config import ProbeConfig, RetryConfig, RouterConfig, RoutingConfig
@@ -66,7 +70,7 @@ class World:
         self.is_quiet = False  # all requests of the plan have ended, and all faults
         self.chaos = Chaos(self)
         self.steps = Steps([self.chaos.step, self._tell_client])
-        self._clients: dict[str, Client] = {}
+        self.running: dict[str, Client] = {}  # by their requests' ids
         self.invariants: list[Invariant] = [kind(self) for kind in INVARIANTS]
         self._hash = hashlib.blake2b(digest_size=16)
         self._dead: list[Node] = []  # kept, so that no `finally` of theirs runs
@@ -152,6 +156,7 @@ class World:
             listen=f"{node.ip}:7070",
             drain_seconds=DRAIN_SECONDS,
             limits={"max_waiting_tokens": fleet.waiting_tokens},
+            embeddings={"max_bytes": fleet.embeddings_bytes},
             routing=RoutingConfig(early_handoff_tokens=fleet.early_tokens, policy=fleet.policy),
             probe=ProbeConfig(interval_seconds=0.5, timeout_seconds=0.5, hung_seconds=1.5),
             retry=RetryConfig(answer_seconds=fleet.answer_seconds),
@@ -174,7 +179,7 @@ class World:
             prefill_base_seconds=0.002,
             prefill_chunk_tokens=48,
             prefill_tokens_per_second=fleet.prefill_rate,
-            encode_seconds=0.01,
+            encode_seconds=fleet.encode_seconds,
             image_tokens=4,
             image_hidden_size=8,
         )
@@ -235,11 +240,21 @@ class World:
         baton_http2.server.server.open_sockets = self.network.bind  # type: ignore[assignment]
         rpc.channels.connect = connect
         services.control._DEFAULT_INTERVAL_SECONDS = _LOAD_SECONDS
+        self._set_buffers()
         transport.install()
         self.steps.install()
         asyncio.set_event_loop(self.loop)
         for each in self.invariants:
             each.install()
+
+    def _set_buffers(self) -> None:
+        """Gives streams and connections buffers that answers of some hundred tokens can fill."""
+        ends = (baton_http2.server.connection, baton_http2.client.connection, baton_http2.receiver)
+        baton_http2.stream._HIGH_WATER = self.plan.fleet.unsent_bytes  # type: ignore[misc]
+        for module in (baton_http2.stream, *ends):
+            module.RECEIVE_WINDOW = self.plan.fleet.window_bytes  # type: ignore[attr-defined]
+        for module in ends:
+            module.CONNECTION_WINDOW = 8 * self.plan.fleet.window_bytes  # type: ignore[attr-defined]
 
     async def _drive(self) -> None:
         for name in (*CLIENTS, *self.plan.fleet.workers, *self.plan.fleet.router_names):
@@ -297,9 +312,9 @@ class World:
             self.results.append(client.result)
             for each in self.invariants:
                 each.asked(client)
-            self._clients[client.request_id] = client
+            self.running[client.request_id] = client
             result = await client.run()
-            del self._clients[client.request_id], client
+            del self.running[client.request_id], client
             for each in self.invariants:
                 each.ended(result)
 
@@ -318,7 +333,7 @@ class World:
         await asyncio.sleep(1.0)
 
     def _tell_client(self, step: str, _node: str, request_id: str) -> None:
-        client = self._clients.get(request_id)
+        client = self.running.get(request_id)
         if client is not None:
             client.step(step)
 

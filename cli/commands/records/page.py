@@ -11,8 +11,8 @@ from rpc.status import OK
 _CAUSES = {
     record_pb2.RECORD_CAUSE_FAILED: "it failed",
     record_pb2.RECORD_CAUSE_SLOW: "it was slow",
-    record_pb2.RECORD_CAUSE_SAMPLED: "it is part of the sample",
-    record_pb2.RECORD_CAUSE_ASKED: "its client asked for that",
+    record_pb2.RECORD_CAUSE_SAMPLED: "it was chosen by chance",
+    record_pb2.RECORD_CAUSE_ASKED: "its client asked for a record",
 }
 
 
@@ -22,25 +22,26 @@ def summary(record: record_pb2.RequestRecord, earlier: int) -> Iterator[str]:
     model = record.request.model or "the default model"
     yield (
         f"{record.request_id}{tenant}: {usage.prompt_tokens} prompt tokens for {model}, "
-        f"{usage.completion_tokens} tokens of answer, at {record.arrived.ToJsonString()}."
+        f"{usage.completion_tokens} tokens of answer. It arrived at {record.arrived.ToJsonString()}."
     )
-    yield (
-        f"Router {record.router_id} (Baton {record.baton_version}) recorded it, since "
-        f"{_CAUSES.get(record.cause, 'of its policy')}."
-    )
+    cause = _CAUSES.get(record.cause, "of a cause that this version does not know")
+    yield f"Router {record.router_id} (Baton {record.baton_version}) recorded it because {cause}."
     yield _end(record)
     if record.HasField("first_token"):
-        yield f"The first token was sent after {_ms(record.first_token)}, the last one before {_ms(record.total)}."
+        yield f"The first token was sent after {_ms(record.first_token)}; the request ended after {_ms(record.total)}."
     if longest := max(record.finished.timings, key=lambda one: one.duration.ToNanoseconds(), default=None):
         share = longest.duration.ToNanoseconds() / max(1, record.total.ToNanoseconds())
         name, where = value_name(timing_pb2.Stage, longest.stage).replace("_", " "), longest.worker_id or "the router"
-        yield f"Most of the time was {name} on {where}: {_ms(longest.duration)}, {share:.0%} of all."
+        yield f"The longest stage was {name} on {where}: {_ms(longest.duration)}, {share:.0%} of the request's time."
     if earlier:
-        yield f"{earlier} earlier {'record' if earlier == 1 else 'records'} of this id: `baton record` has them too."
+        records = "record has" if earlier == 1 else "records have"
+        yield f"{earlier} earlier {records} the same id: `baton record` writes them to a file."
 
 
 def decisions(record: record_pb2.RequestRecord) -> Iterator[str]:
     """The decisions and calls for each answer, in the order of time."""
+    if not any(one.placements or one.attempts for one in record.answers):
+        yield "It was not sent to any worker."
     for answer in record.answers:
         yield ""
         if len(record.answers) > 1:
@@ -53,13 +54,13 @@ def decisions(record: record_pb2.RequestRecord) -> Iterator[str]:
         for _, lines in sorted(events, key=lambda event: event[0]):
             yield from lines
         if answer.left_out:
-            yield f"{answer.left_out} more of these are left out."
+            yield f"{answer.left_out} more, between the first and the last ones, are not in the record."
 
 
 def _end(record: record_pb2.RequestRecord) -> str:
     if record.outcome == OK:
         reason = value_name(sampling_pb2.FinishReason, record.finished.reason).replace("_", " ")
-        return f"It ended as it should: {reason}."
+        return f"It completed; the answer ended by {reason}."
     where = " on ".join(part for part in (record.error_stage, record.error_worker_id) if part)
     place = f" at {where}" if where else ""
     return f"It ended with {record.outcome}{place}{': ' if record.error else ''}{record.error}."
@@ -69,17 +70,17 @@ def _placement(placement: record_pb2.RecordedPlacement, policy: str) -> Iterator
     after = f", after {placement.tokens} tokens" if placement.tokens else ""
     prefill = f"prefill on {placement.prefill_worker_id}, " if placement.prefill_worker_id else ""
     yield (
-        f"At {_ms(placement.at)}{after}, {policy} chose {prefill}decode on {placement.decode_worker_id}, "
+        f"At {_ms(placement.at)}{after}, the policy {policy} chose {prefill}decode on {placement.decode_worker_id}, "
         f"of {placement.workers} workers."
     )
     for number, candidate in enumerate(placement.candidates):
-        yield f"    {'it was' if number == 0 else 'instead'} {_candidate(candidate)}"
+        yield f"    {'chosen' if number == 0 else 'instead'}: {_candidate(candidate)}"
     busy = [
         f"{one.worker_id} {one.requests} requests, {one.waiting_tokens} waiting tokens"
         + (f" ({one.problem})" if one.problem else "")
         for one in placement.loads
     ]
-    yield f"    load then: {'; '.join(busy)}"
+    yield f"    load at that moment: {'; '.join(busy)}"
 
 
 def _candidate(one: cluster_service_pb2.RouteCandidate) -> str:
@@ -93,7 +94,8 @@ def _candidate(one: cluster_service_pb2.RouteCandidate) -> str:
 
 
 def _attempt(one: record_pb2.RecordedAttempt) -> str:
-    text = f"At {_ms(one.at)}, {one.call} on {one.worker_id} ({one.engine}): {one.outcome} after {_ms(one.took)}"
+    outcome = "yielded, to go on elsewhere," if one.outcome == "YIELDED" else one.outcome
+    text = f"At {_ms(one.at)}, {one.call} on {one.worker_id} ({one.engine}): {outcome} after {_ms(one.took)}"
     if one.tokens_after > one.tokens_before:
         text += f", tokens {one.tokens_before} to {one.tokens_after - 1}"
     if one.held_blocks:

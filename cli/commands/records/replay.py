@@ -11,6 +11,7 @@ from baton.inference.v1 import generate_pb2, record_pb2
 from cli.commands.records.comparing import FirstDifference, different_facts, first_differences
 from cli.commands.records.request import read_records, request_of
 from cli.connection import connect
+from cli.terminal import printable
 from rpc.status import OK
 
 
@@ -30,7 +31,7 @@ async def run(arguments: argparse.Namespace) -> int:
         replayed = await replay(client, request, arguments.timeout)
     differences = first_differences(recorded, replayed.ids)
     for line in report(recorded, replayed, differences):
-        print(line)
+        print(printable(line))
     return 1 if differences else 0
 
 

@@ -23,7 +23,6 @@ def request_of(record: record_pb2.RequestRecord, prompt_file: str | None) -> gen
     """
     request = generate_pb2.GenerateRequest()
     request.CopyFrom(record.request)
-    request.response.ClearField("keep")
     request.response.ClearField("min_tokens_per_message")
     if not record.redacted:
         return request
@@ -59,7 +58,7 @@ def _content(record: record_pb2.RequestRecord, text: str) -> generate_pb2.Genera
             return generate_pb2.GenerateRequest(chat=generate_pb2.ChatInput(messages=[user_message(text, [])]))
         case ["token_ids"]:
             words = text.replace(",", " ").split()
-            if not all(word.isascii() and word.isdigit() and int(word) < 2**32 for word in words):
+            if not all(word.isascii() and word.isdigit() and len(word) <= 10 and int(word) < 2**32 for word in words):
                 raise InvalidRequest.of(_OPTION, "must be token ids, separated by commas or spaces")
             return generate_pb2.GenerateRequest(token_ids=generate_pb2.TokenIds(ids=[int(word) for word in words]))
     parts = ", ".join(record.redacted)

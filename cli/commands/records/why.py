@@ -7,7 +7,7 @@ from cli.commands.records.page import decisions, summary
 from cli.commands.records.request import read_records
 from cli.connection import connect
 from cli.request import text_of
-from cli.terminal import output
+from cli.terminal import output, printable
 from cli.timings import timings_table
 
 
@@ -22,9 +22,9 @@ async def run(arguments: argparse.Namespace) -> int:
             records = await client.records(text_of("REQUEST_ID", arguments.request_id))
     record, console = records[-1], output()
     for line in summary(record, earlier=len(records) - 1):
-        console.print(line)
+        console.print(printable(line))
     console.print()
     console.print(timings_table(record.finished.timings, record.finished.usage))
     for line in decisions(record):
-        console.print(line)
+        console.print(printable(line))
     return 0

@@ -92,7 +92,9 @@ class ResumableStreams:
 
         Raises InvalidRequest for an id that is none of this request.
         """
-        request, count = asked.request, max(1, asked.request.sampling.n)
+        request, count, most = asked.request, max(1, asked.request.sampling.n), self._path.pipeline.limits.max_answers
+        if count > most:
+            raise InvalidRequest.of("sampling.n", f"must be in [1, {most}], is {count}")
         # A call comes as a whole: a position counts calls, and no parts of them.
         request.response.ClearField("stream_tool_calls")
         crc = await checksum(asked.kind, request)

@@ -12,6 +12,7 @@ from support.clients.openai_api import OPENAI_ROUTER, openai_bench
 from support.cluster.in_process import Bench, simulated
 from support.engines.written_engine import HERMES_TEMPLATE, REASONING_TEMPLATE, writes, written_engines
 from support.eventually import eventually
+from support.memory import peak_memory
 
 from baton.inference.v1 import cluster_service_pb2
 from router.config import QuotaConfig, QuotasConfig
@@ -252,3 +253,11 @@ async def test_a_stream_that_goes_on_is_charged_once(kind: str, *, parked: bool)
         # Each of several answers is charged the prompt; what was on its way when a client left, nobody is.
         used = usage["total_tokens"] + (body.get("n", 1) - 1) * usage.get("prompt_tokens", 0)
         assert 0 <= used - (5000 - tenant.tokens_left) <= 30
+
+
+async def test_more_answers_than_any_request_may_have_are_refused_before_each_has_a_place(pair: Pair) -> None:
+    source = EventSource("/completions", {**TEXT, "n": 1_000_000})
+    with peak_memory() as peak, pytest.raises(Refused) as refused:
+        await source.read(pair.first)
+    assert (refused.value.status, refused.value.error["param"]) == (400, "n")
+    assert peak.megabytes < 40

@@ -13,11 +13,13 @@ from grpc import aio
 from support.cluster.in_process import FAST_ROUTER, simulated
 from support.eventually import eventually
 
+from baton.calls import unary
 from baton.connection.metadata import TENANT_KEY
 from baton.engine.v1 import peer_pb2, peer_pb2_grpc
+from baton.errors import QuotaExceeded
 from baton.inference.v1 import cluster_service_pb2, cluster_service_pb2_grpc, generate_pb2, inference_service_pb2_grpc
 from discovery.memory import MemoryRegistry
-from router.config import AdmissionConfig, QuotaConfig, QuotasConfig, RouterConfig
+from router.config import AdmissionConfig, QuotaConfig, QuotasConfig, RecordsConfig, RouterConfig
 from router.server import Router, host_router
 from rpc.channels import open_channel
 from services.server import Worker, host_worker
@@ -169,6 +171,31 @@ async def test_strangers_borrow_nothing_and_what_no_router_asks_is_refused() -> 
             with pytest.raises(aio.AioRpcError) as caught:
                 await stub.Lend(peer_pb2.LendRequest(router_id=own, quotas=[ask] * 2000))
             assert "quotas" in (caught.value.details() or "")
+
+
+async def test_a_router_that_shares_records_alone_is_no_home_and_lends_nothing() -> None:
+    """It has no quotas: as a home it would grant what the others refuse."""
+    recording = FAST_ROUTER.model_copy(update={"records": RecordsConfig(asked=True)})
+    registry = MemoryRegistry("test")
+    worker = simulated("w", "prefill", "decode")
+    configs = (with_quota(requests_per_second=0.1, burst_seconds=10), recording, recording, recording)
+    async with AsyncExitStack() as stack:
+        await stack.enter_async_context(host_worker(worker, registry))
+        routers = [await stack.enter_async_context(host_router(config, registry)) for config in configs]
+        await eventually(lambda: all(len(_links(each)) == 3 for each in routers) and _ready(routers[0]))
+        channel = await stack.enter_async_context(open_channel(routers[0].address))
+        stub = inference_service_pb2_grpc.InferenceServiceStub(channel)
+        for tenant in ("acme", "umbrella", "initech", "hooli"):
+            metadata = ((TENANT_KEY, tenant),)
+            request = generate_pb2.GenerateRequest(prompt="x", stopping={"max_tokens": 2})
+            asked = generate_pb2.GenerateUnaryRequest(request=request)
+            await unary(stub.GenerateUnary(asked, metadata=metadata))
+            with pytest.raises(QuotaExceeded):
+                await unary(stub.GenerateUnary(asked, metadata=metadata))
+
+
+def _links(router: Router) -> list[object]:
+    return list(router.path.peers.links) if router.path.peers is not None else []
 
 
 async def test_a_router_without_quotas_and_limits_is_in_no_fleet() -> None:

@@ -14,11 +14,14 @@ from support.cluster.recorded import recorded
 from support.eventually import PATIENCE_SECONDS
 
 from baton import AsyncClient
+from baton.calls import unary
 from baton.connection.metadata import RECORD_KEY, RECORDED
+from baton.engine.v1 import peer_pb2, peer_pb2_grpc
 from baton.errors import BatonError, InvalidRequest, RequestNotFound, Unauthenticated, Unavailable
 from baton.inference.v1 import generate_pb2, record_pb2
 from baton.records import read_bundle
 from router.config import AuthConfig, PeersConfig, RecordsConfig, RouterConfig
+from rpc.channels import open_channel
 
 ASKED = RecordsConfig(asked=True)
 _SECRETS = ("xylophone", "zeppelin", "quokka", "narwhal", "marzipan", "bassoon")
@@ -269,6 +272,21 @@ async def test_a_router_that_does_not_answer_is_no_proof_that_there_is_no_record
         peer.find_records = hang  # type: ignore[method-assign]
         with pytest.raises(Unavailable, match="did not answer"):
             await cluster.clients[0].records("unknown")
+
+
+async def test_who_is_not_registered_as_a_router_gets_no_records_from_one() -> None:
+    async with recorded(PREFILL, DECODE, records=ASKED) as cluster:
+        await cluster.run(generate_pb2.GenerateRequest(prompt="x", request_id="one", stopping={"max_tokens": 2}))
+        [asked, other] = cluster.registry.routers.workers()
+        async with open_channel(asked.address) as channel:
+            stub = peer_pb2_grpc.PeerServiceStub(channel)
+            found = await unary(
+                stub.FindRecords(peer_pb2.FindRecordsRequest(request_id="one", router_id=other.worker_id))
+            )
+            for router_id in ("", "stranger", asked.worker_id):
+                with pytest.raises(Unavailable, match="not registered"):
+                    await unary(stub.FindRecords(peer_pb2.FindRecordsRequest(request_id="one", router_id=router_id)))
+        assert len(found.records) == (cluster.routers[0].path.peers.own.worker_id == asked.worker_id)  # type: ignore[union-attr]
 
 
 def test_records_of_authenticated_callers_are_not_lent_to_routers_that_are_not() -> None:

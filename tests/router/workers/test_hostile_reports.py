@@ -24,7 +24,7 @@ from router.placement.kv_events import KvSubscriber
 from router.routing.known_loras import KnownLoras
 from router.routing.prefix.prefix_caches import Cache, PrefixCaches
 from router.text.served_model import ServedModel
-from router.workers.loras import find_lora, loras_of_model, watch_loras
+from router.workers.loras import find_lora, loras_of_model, split_name, watch_loras
 from rpc.channels import open_channel
 from rpc.health import Health
 from rpc.server import Service, serve
@@ -127,7 +127,14 @@ async def test_an_inventory_of_adapters_that_is_too_large_counts_as_none(name: s
         )
         await eventually(lambda: faults.grown > 0)
         watching.cancel()
-    assert {known.is_reported for known in noted} == {False}
+    [known] = set(noted)
+    workers: list[Any] = [
+        Adapted(replace(record_of(name), capabilities=(LORA,)), loras)
+        for name, loras in (("broken", known), ("well", KnownLoras.of(lora_pb2.LoraInventory())))
+    ]
+    # A name that no worker has is wrong, and not one that a worker may still tell of.
+    with pytest.raises(InvalidRequest, match="known are none"):
+        find_lora(workers, _model_of(workers), "none")
 
 
 def test_many_adapters_are_listed_and_named_in_errors_in_little_time() -> None:
@@ -136,10 +143,18 @@ def test_many_adapters_are_listed_and_named_in_errors_in_little_time() -> None:
         Adapted(record_of(f"w{n}"), KnownLoras.of(lora_pb2.LoraInventory(available=many))) for n in (1, 2)
     ]
     workers = [replace(worker, record=replace(worker.record, capabilities=(LORA,))) for worker in workers]
-    model = workers[0].record.model
-    assert len(loras_of_model(workers, model)) == 4096
+    assert len(loras_of_model(workers, workers[0].record.model)) == 4096
     with pytest.raises(InvalidRequest, match=r"known are a0, a1, .* and 4086 more"):
-        find_lora(workers, ServedModel(model, ModelLimits(), ModelCapabilities(), frozenset(), None), "none")
+        find_lora(workers, _model_of(workers), "none")
+
+
+def test_a_name_that_is_longer_than_any_is_none_of_an_adapter() -> None:
+    assert [*split_name("model:adapter")] == [("model", "adapter")]
+    assert not [*split_name(":" * 30_000)]
+
+
+def _model_of(workers: list[Any]) -> ServedModel:
+    return ServedModel(workers[0].record.model, ModelLimits(), ModelCapabilities(), frozenset(), None)
 
 
 @dataclass(frozen=True)

@@ -18,11 +18,12 @@ from support.eventually import PATIENCE_SECONDS, eventually
 
 from baton.calls import unary
 from baton.engine.v1 import worker_pb2, worker_pb2_grpc
-from baton.errors import ModelNotFound, RouterStarting
+from baton.errors import ModelNotFound, NoWorker, RouterStarting
 from baton.inference.v1 import generate_pb2, inference_service_pb2_grpc, model_pb2
 from discovery.memory import MemoryRegistry
 from discovery.record import WorkerRecord
 from router.server import Router, host_router
+from router.workers import cluster
 from rpc.channels import open_channel
 from rpc.health import Health
 from rpc.server import Service, serve
@@ -150,6 +151,22 @@ async def test_a_name_is_unknown_once_the_workers_that_were_there_have_told_thei
         for name in ("late", "late:adapter", "other"):
             with pytest.raises(RouterStarting, match="worker w2 has not told its models yet"):
                 await client.generate(name)
+
+
+async def test_names_are_not_uncertain_for_ever(hesitating: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cluster, "_TELLING_SECONDS", 0.0)
+    registry = MemoryRegistry("test")
+    record = WorkerRecord("w2", 1, hesitating, ("decode",), "late", "simulated", "layout", 1024)
+    async with AsyncExitStack() as stack:
+        await stack.enter_async_context(registry.register(record))
+        await stack.enter_async_context(host_worker(simulated("w1", "prefill", "decode"), registry))
+        client = await stack.enter_async_context(started(registry))
+        await eventually(lambda: client.router.health.serving)
+        with pytest.raises(ModelNotFound):
+            await client.generate("other")
+        with pytest.raises(NoWorker, match="w2: its model card has not been read yet") as refused:
+            await client.generate("late")
+        assert not isinstance(refused.value, RouterStarting)
 
 
 async def test_a_worker_that_comes_later_does_not_make_names_uncertain(hesitating: str) -> None:

@@ -7,7 +7,13 @@ logs).
 from simulation.invariants.answers import AnswersAreRight, ImagesAreTheirOwn, SequencesAreWhole, UsageIsRight
 from simulation.invariants.base import Invariant
 from simulation.invariants.blocks import BlocksHaveOneOwner, EngineFollowsCalls, KvIsConfirmed, KvIsOfItsPrompt
-from simulation.invariants.ends import CancelledWorkStops, EveryCallEnds, ExpiredLeasesAreExplained, StatusesAreRight
+from simulation.invariants.ends import (
+    CancelledWorkStops,
+    EveryCallEnds,
+    ExpiredLeasesAreExplained,
+    RequestsAreSomewhere,
+    StatusesAreRight,
+)
 from simulation.invariants.fleet import LimitsHold, NoUnexplainedError, QuotasHold, Recovers
 from simulation.invariants.tables import NothingIsLeft, TablesShrink
 
@@ -19,6 +25,7 @@ INVARIANTS: tuple[type[Invariant], ...] = (
     EveryCallEnds,
     StatusesAreRight,
     CancelledWorkStops,
+    RequestsAreSomewhere,
     ExpiredLeasesAreExplained,
     BlocksHaveOneOwner,
     KvIsOfItsPrompt,

@@ -12,8 +12,6 @@ class AnswersAreRight(Invariant):
     def ended(self, result: Any) -> None:
         if bytes(result.ids).decode() != result.text:
             self.problem(f"{result.name}: the text {result.text!r} is not that of {bytes(result.ids)!r}")
-        if result.asked.image:
-            return
         expected = reference(result.asked)
         if result.ids != expected[: len(result.ids)]:
             self.problem(f"{result.name}: {bytes(result.ids)!r} instead of {bytes(expected)!r}")

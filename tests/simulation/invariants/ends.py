@@ -14,6 +14,9 @@ _LATE_SECONDS = 3.0
 _STOP_SECONDS = 1.5
 # How long faults have effects after their end: reconnecting, deadlines of unary calls, marks, registry leases.
 _AFTER_SECONDS = 30.0
+# What a peer's kernel tells of, and how long a request may be nowhere then.
+_TOLD = {"kill", "drain", "reset", "reset_all"}
+_NOWHERE_SECONDS = 4.0
 _NEVER = {
     "UNKNOWN",
     "INTERNAL",
@@ -158,6 +161,45 @@ class CancelledWorkStops(Invariant):
             one.fault.kind not in ("kill", "drain")
             and (one.ended is None or one.ended + _AFTER_SECONDS >= killed)
             and one.touches({name, router})
+            for one in self.world.chaos.happened
+        )
+
+
+class RequestsAreSomewhere(Invariant):
+    """A request that runs at a router runs at a worker, or waits there for a place: who was reset or has ended is
+    noticed at once, and not only when an answer is overdue.
+    """
+
+    def __init__(self, world: Any) -> None:
+        super().__init__(world)
+        self._since: dict[str, float] = {}
+
+    def look(self) -> None:
+        at_workers = self._at_workers()
+        waits = any(queue.waiting for _, router in self.routers() for queue in router.path.admission._queues.values())
+        running = self.world.running
+        self._since = {name: since for name, since in self._since.items() if name in running}
+        for name, client in running.items():
+            asked, ids = client.result.asked, self.world.steps.ids.get(name)
+            if waits or asked.image or asked.window or not ids or not ids.isdisjoint(at_workers):
+                self._since.pop(name, None)
+            elif Time.now - self._since.setdefault(name, Time.now) > _NOWHERE_SECONDS:
+                self._since[name] = Time.now
+                if not self._is_hidden():
+                    self.problem(f"{client.result.name}: runs at no worker for {_NOWHERE_SECONDS:g} s")
+
+    def _at_workers(self) -> set[str]:
+        return {
+            call_id
+            for name in self.world.plan.fleet.workers
+            if name in self.world.hosts
+            for _, call_id in calls_of(self.world.hosts[name])._calls
+        }
+
+    def _is_hidden(self) -> bool:
+        """True if something has happened of which nobody is told."""
+        return any(
+            one.fault.kind not in _TOLD and (one.ended is None or one.ended + _AFTER_SECONDS >= Time.now)
             for one in self.world.chaos.happened
         )
 

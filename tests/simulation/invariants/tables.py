@@ -27,12 +27,30 @@ _MOMENTS, _MOMENT_SECONDS = 3, 0.37
 class NothingIsLeft(Invariant):
     """A lease after the last request, nothing is held anywhere, and no router counts a request at a worker."""
 
+    def __init__(self, world: Any) -> None:
+        super().__init__(world)
+        self._users: dict[tuple[str, str], int] = {}  # of the channels of routers: the least in quiet
+
+    def look(self) -> None:
+        if not self.world.is_quiet:
+            self._users.clear()
+            return
+        for name, router in self.routers():
+            for worker in router.cluster.workers:
+                # One of an encode worker keeps the embeddings that are cached.
+                users = worker._users - ("encode" in worker.record.roles)
+                key = (name, worker.record.process)
+                self._users[key] = min(users, self._users.get(key, users))
+
     def drained(self, node: Any) -> None:
         left = [task for task in node.tasks if not task.done()]
         if left and not node.paused and not node.dead and not self.world.chaos.disturbed(0.0, None, -1e9):
             self.problem(f"{node.name} has drained, and {len(left)} of its tasks run on: {left[0]!r:.300}")
 
     def end(self) -> None:
+        for (name, process), users in self._users.items():
+            if users > 0:
+                self.problem(f"{name}: {users} users keep the channel to {process} open")
         for name, worker in self.workers():
             self._check_worker(name, worker)
         for name, router in self.routers():
