@@ -92,7 +92,7 @@ def _check(text: str, fault: Fault) -> None:
     if fault.role == "router" and fault.action not in _OF_ROUTERS:
         raise _wrong(text, f"a router can only {' or '.join(_OF_ROUTERS)}")
     if fault.action == "corrupt" and fault.point not in _CORRUPTIBLE:
-        raise _wrong(text, f"only what is {' or '.join(_CORRUPTIBLE)} can be corrupted")
+        raise _wrong(text, f"only what moves at {', '.join(_CORRUPTIBLE)} can be corrupted")
 
 
 def _role(text: str, point: InjectionPoint, given: str) -> Role:

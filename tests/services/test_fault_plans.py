@@ -56,7 +56,7 @@ def test_a_queue_is_prefills_unless_another_role_is_named() -> None:
         ("crash=3@pull", "need seconds"),
         ("delay=x@pull", "'x' is not a number"),
         ("delay=-1@pull", "out of range"),
-        ("corrupt@decode", "only what is held or pull"),
+        ("corrupt@decode", "only what moves at held, lent, pull can be corrupted"),
         ("crash@route", "a router can only delay or hang"),
         ("delay=1@queue;role=router", "not a point of the role"),
     ],
