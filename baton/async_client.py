@@ -233,7 +233,7 @@ class AsyncGeneration:
         return "".join([event.token.text async for event in self if event.token.index == 0])
 
     def cancel(self) -> None:
-        """Ends the call that runs: whoever reads it gets Cancelled."""
+        """Ends the running call: its reader gets Cancelled."""
         if self._running is not None:
             self._running.cancel()
 

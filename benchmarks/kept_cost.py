@@ -1,10 +1,10 @@
-"""What `response.keep` costs router and worker: CPU for each token of running streams, and memory for each answer.
+"""The cost of `response.keep` for router and worker: CPU for each token of running streams, and memory for each answer.
 
     python -m benchmarks.kept_cost [--streams 128] [--rounds 5] [--seconds 4] [--answers 2000]
 
 Streams run steadily, 30 tokens a second each, kept ones and others in turn; CPU is that of the router's and of the
-workers' process while only tokens come. Memory is what the workers' process grows by for each answer of which nobody
-has forgotten anything yet, of 1 and of 401 tokens; kept answers have their prompts' ids beside, which are 512 here.
+workers' process while only tokens come. Memory is the growth of the workers' process for each answer
+that is still kept, of 1 and of 401 tokens; kept answers have their prompts' ids beside, which are 512 here.
 """
 
 import argparse
@@ -80,7 +80,7 @@ class Bench:
         return {name: cpu_nanoseconds(pid) for name, pid in self._processes.items()}
 
     async def grown_bytes(self, answers: int, tokens: int, *, is_kept: bool) -> float:
-        """What the workers' process has grown by for each of so many answers."""
+        """The growth of the workers' process, in bytes for each of so many answers."""
         process, left = psutil.Process(self._workers), iter(range(answers))
         before = process.memory_info().rss
 

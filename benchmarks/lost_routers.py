@@ -45,7 +45,7 @@ class _Plan:
 
     @property
     def name(self) -> str:
-        """What may be added up."""
+        """The figures that may be added up."""
         return f"{'+'.join(self.how)}, {self.client}, {self.engine}, {self.streams} streams"
 
 

@@ -297,7 +297,7 @@ class Decoder:
                             yield _end(decode, timed, clock, generated - len(work.prompt.emitted))
                             continue
                         metrics.GENERATED_TOKENS.inc(len(timed.ids))
-                        for piece in _split_at_faults(timed, generated, call.faults):
+                        for piece in call.faults.split(timed, generated):
                             yield piece
                             generated += len(piece.ids)
                             await _inject(call.faults, generated, clock)
@@ -373,18 +373,6 @@ async def _inject(faults: Faults, generated: int, clock: DecodeClock) -> None:
     started = perf_counter()
     await faults.inject("decode", generated)
     clock.add_fault(perf_counter() - started)
-
-
-def _split_at_faults(tokens: Tokens, generated: int, faults: Faults) -> list[Tokens]:
-    """Splits tokens where a fault is planned, so that the tokens before it are sent first."""
-    cuts = [count - generated for count in faults.token_counts if generated < count < generated + len(tokens.ids)]
-    if not cuts:
-        return [tokens]
-    starts, ends = [0, *cuts], [*cuts, len(tokens.ids)]
-    pieces = [
-        Tokens(tokens.ids[start:end], tokens.logprobs[start:end]) for start, end in zip(starts, ends, strict=True)
-    ]
-    return [replace(pieces[0], prompt_logprobs=tokens.prompt_logprobs), *pieces[1:]]
 
 
 def _lent(prompt: Prompt, num_tokens: int) -> Prompt:

@@ -6,7 +6,7 @@ from baton.errors import InvalidRequest
 TENANT_KEY = "x-baton-tenant"
 PRIORITY_KEY = "x-baton-priority"
 
-# Of a request that is to be recorded; see docs/replay.md.
+# Asks for a record of the request: docs/replay.md.
 RECORD_KEY = "x-baton-record"
 
 # Trailing metadata with a Timings message, also of failed requests.

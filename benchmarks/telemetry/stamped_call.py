@@ -86,7 +86,7 @@ class StampedConnection:
                 received = received[end:]
 
     def _receive(self) -> tuple[bytes, int]:
-        """What has come, and when the last of it did."""
+        """The bytes that have come, and when the last of them did."""
         content, extra, _, _ = self._socket.recvmsg(_READ_BYTES, socket.CMSG_SPACE(_TIMESPEC.size))
         if not content:
             sys.exit("the router has closed a connection")

@@ -5,7 +5,7 @@ import os
 import signal
 import time
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import structlog
 
@@ -13,6 +13,7 @@ from baton.errors import BatonError, HandoffLost, InvalidRequest, PermissionDeni
 from engine_protocol.fault_injection import FAULT_KEY, Action, Fault, InjectionPoint, parse
 from engine_protocol.roles import Role
 from rpc.metadata import ATTEMPT_KEY, REQUEST_KEY
+from services.engines.answer import Tokens
 from services.engines.kv import BlockMemory
 
 log = structlog.get_logger(__name__)
@@ -30,6 +31,20 @@ class Faults:
     def token_counts(self) -> Sequence[int]:
         """The numbers of generated tokens after which a fault is planned."""
         return sorted({fault.token for fault in self._faults if fault.point == "decode"})
+
+    def split(self, tokens: Tokens, generated: int) -> list[Tokens]:
+        """The tokens in pieces, each up to a planned fault, so that those before it are sent first.
+
+        So many tokens were `generated` before.
+        """
+        cuts = [count - generated for count in self.token_counts if generated < count < generated + len(tokens.ids)]
+        if not cuts:
+            return [tokens]
+        starts, ends = [0, *cuts], [*cuts, len(tokens.ids)]
+        pieces = [
+            Tokens(tokens.ids[start:end], tokens.logprobs[start:end]) for start, end in zip(starts, ends, strict=True)
+        ]
+        return [replace(pieces[0], prompt_logprobs=tokens.prompt_logprobs), *pieces[1:]]
 
     async def inject(self, point: InjectionPoint, token: int = 1) -> None:
         """Injects the faults that are planned for this point. Raises the error that a dropped message leads to."""

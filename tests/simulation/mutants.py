@@ -50,7 +50,7 @@ class Mutant:
 
 @dataclass(slots=True)
 class Hunt:
-    """How far the hunt for a bug has come: `found` is the profile and the seed, `by` what was broken."""
+    """The state of the hunt for a bug: `found` is the profile and the seed, `by` what was broken."""
 
     name: str
     next_seed: int = 0

@@ -75,7 +75,7 @@ def test_other_threads_run_while_a_large_body_is_read(name: str) -> None:
 
 
 def _turns_of_another(kind: type[BaseModel], body: dict[str, Any]) -> int:
-    """How often this thread ran while another read a body, as it does not where the interpreter is held."""
+    """The number of times that this thread ran while another read a body; few where that one holds the interpreter."""
 
     def reads() -> None:
         with suppress(InvalidRequest):

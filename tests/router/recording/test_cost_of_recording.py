@@ -1,4 +1,4 @@
-"""What records cost: nothing for a token, and nothing at all where they are off."""
+"""Records cost nothing for a token, and nothing at all where they are off."""
 
 import sys
 from collections import Counter

@@ -37,7 +37,7 @@ LONG = {"prompt": "hello", "sampling": SEEDED, "stopping": {"max_tokens": 60}}
 
 @pytest.fixture(scope="module")
 def undisturbed() -> Stream:
-    """What a cluster answers where nothing goes wrong, asked once."""
+    """The answer of a cluster in which nothing goes wrong, asked for once."""
 
     async def ask() -> Stream:
         async with bench(PREFILL, DECODE) as running:

@@ -22,7 +22,7 @@ OUTSIDE = 2**31
 
 @pytest.fixture(scope="module")
 def undisturbed() -> Stream:
-    """What a cluster answers where nothing goes wrong, asked once."""
+    """The answer of a cluster in which nothing goes wrong, asked for once."""
 
     async def ask() -> Stream:
         async with bench(PREFILL, DECODE) as running:
