@@ -154,8 +154,10 @@ class PrefixBorrower:
                     if not lease.is_over:
                         self._giving_up.create_task(self._release(loan.source.owner, lease))
                 await loan.cache(pool)
-                self._damaged[loan.source.owner.worker_id, loan.source.owner.epoch] += loan.is_damaged
-                return "damaged" if loan.is_damaged else "borrowed"
+                if not loan.is_damaged:
+                    return "borrowed"
+                self._damaged[loan.source.owner.worker_id, loan.source.owner.epoch] += 1
+                return "damaged"
             finally:
                 await loan.release()
 

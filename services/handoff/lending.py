@@ -114,10 +114,9 @@ def _sealed(engine: Engine, block_ids: Sequence[int], hashes: Sequence[bytes], e
     """The seals of blocks with these names. Blocking."""
     layout = engine.facts.layout
     sealer = Sealer(layout, epoch)
-    pairs = zip(
-        hashes, engine.digest(block_ids), strict=False
-    )  # the last names may be those of blocks that are not here
-    return [sealer.seal(BlockContents(block_hash, layout.block_tokens), digest) for block_hash, digest in pairs]
+    # The last names may be those of blocks that are not here.
+    named = zip(hashes, engine.digest(block_ids), strict=False)
+    return [sealer.seal(BlockContents(block_hash, layout.block_tokens), digest) for block_hash, digest in named]
 
 
 def _check(hashes: Sequence[bytes], rank: int, ranks: int) -> None:
