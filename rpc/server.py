@@ -1,6 +1,7 @@
 """A gRPC server as a context manager, with health, reflection, and a drain at its end."""
 
 import asyncio
+import socket
 from collections.abc import AsyncGenerator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
@@ -168,6 +169,7 @@ async def serve(
     around: Sequence[ServiceAround] = (),
     shares_port: bool = False,
     texts: TextLimitsOf | None = None,
+    sockets: Sequence[socket.socket] = (),
 ) -> AsyncGenerator[Server, None]:
     """Serves at `listen`, a `host:port` where port 0 is any free port, until the context is left.
 
@@ -177,7 +179,8 @@ async def serve(
     chooses the implementation; `shared` is for several servers of a process; `around` makes services that call
     others' methods, as engine_protocol/multiplex does. With `shares_port` other processes may listen at the same port,
     and the kernel spreads the connections over them. `texts` limits the texts of large requests before they are
-    parsed. Raises ConfigError if it cannot listen there.
+    parsed. `sockets`, if there are any, are bound to `listen` already; `http2` alone can use them. Raises ConfigError
+    if it cannot listen there.
     """
     running = RunningCalls()
     wrappers = [running.counted, log_call, answer_errors, trace_calls(tracer), *([authorize(access)] if access else [])]
@@ -199,7 +202,7 @@ async def serve(
         sharing = ("grpc.so_reuseport", int(shares_port))
         server = aio.server(interceptors=[interceptor, AddReplies()], options=(*_OPTIONS, sharing, *limits.options()))
     _add(server, (*services, *(make(interceptor, limits) for make in around)), health)
-    port = _bind(server, listen, tls, shares_port=shares_port)
+    port = _bind(server, listen, tls, sockets, shares_port=shares_port)
     try:
         await run_to_completion(server.start())
         yield Server(f"{listen.rpartition(':')[0]}:{port}", port)
@@ -236,11 +239,15 @@ def _add(server: AnyServer, services: Sequence[Service], health: Health) -> None
     reflection_pb2_grpc.add_ServerReflectionServicer_to_server(reflector, server)
 
 
-def _bind(server: AnyServer, listen: str, tls: TlsConfig | None, *, shares_port: bool) -> int:
+def _bind(
+    server: AnyServer, listen: str, tls: TlsConfig | None, sockets: Sequence[socket.socket], *, shares_port: bool
+) -> int:
     host, _ = split_address(listen, "listen")
     if tls is None and not is_loopback(host):
         log.warning("listening beyond this host without TLS", listen=listen)
     try:
+        if isinstance(server, Http2Server) and sockets:
+            return server.use(sockets, tls.server_context() if tls else None)
         if isinstance(server, Http2Server):
             return server.bind(listen, tls.server_context() if tls else None, shares_port=shares_port)
         if tls is None:

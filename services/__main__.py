@@ -15,6 +15,9 @@ from runtime.monitor import MonitorServer, serve_monitor
 from runtime.process import run
 from services.config import WorkerConfig
 from services.engines.registry import describe, follow
+from services.keeper.client import KeeperClient
+from services.keeper.keeper import replace_this_process
+from services.keeping import beating, note_start
 from services.server import host_worker
 from services.telemetry.gpu import watched_gpus
 from services.telemetry.rank_health import RankHealth
@@ -30,14 +33,21 @@ PROCESS = Process(
 
 
 def main() -> None:
-    """Exit codes: 0 after a drain, 1 if the engine fails, also on another rank, 2 if the configuration is wrong."""
+    """Exit codes: 0 after a drain, 1 if the engine fails, also on another rank, 2 if the configuration is wrong.
+
+    With `keep_memory` this process becomes the keeper, which starts the worker as its child.
+    """
     loaded, is_printed = PROCESS.read()
     if is_printed:
         print("\n".join([*loaded.describe(), *_described(loaded.value)]))
         return
+    keeper = KeeperClient.of_this_process()
     config = loaded.value.named()
+    if keeper is None and config.keep_memory.is_on:
+        # With the id that may have been generated just now: all its processes are one worker.
+        replace_this_process([*sys.argv[1:], f"worker_id={config.worker_id}"])
     configure_logging(config.log.format, config.log.level, worker_id=config.worker_id, role=",".join(config.roles))
-    run(partial(_work, config))
+    run(partial(_work, config, keeper))
 
 
 def _described(config: WorkerConfig) -> list[str]:
@@ -48,7 +58,7 @@ def _described(config: WorkerConfig) -> list[str]:
         raise SystemExit(2) from None
 
 
-async def _work(config: WorkerConfig, stopping: asyncio.Event) -> None:
+async def _work(config: WorkerConfig, keeper: KeeperClient | None, stopping: asyncio.Event) -> None:
     tls = config.metrics_tls.server_context("metrics_tls") if config.metrics_tls else None
     serving = serve_monitor(config.metrics_listen, tls)
     with watched_gpus(), serving as monitor, _abandoned_on(stopping) as ready:
@@ -56,7 +66,8 @@ async def _work(config: WorkerConfig, stopping: asyncio.Event) -> None:
             ready.set()  # it notices `stopping` itself
             await _follow(config, monitor, stopping)
             return
-        async with host_worker(config) as worker:
+        async with beating(keeper, stopping), host_worker(config, keeper=keeper) as worker:
+            note_start(keeper, config.keep_memory.hang_seconds)
             exempt_living_objects()
             ready.set()
             monitor.answer_with(worker.report)

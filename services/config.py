@@ -82,6 +82,28 @@ class KeepConfig(Section):
     logprob_bytes: int = Field(default=256 * 2**10, ge=0, description="Of each, the last log probabilities.")
 
 
+class KeepMemoryConfig(Section):
+    """The key `keep_memory`: what a keeper process holds while the worker's process is replaced (docs/keeping.md)."""
+
+    weights: bool = Field(default=False, description="A worker that starts again finds its weights in memory.")
+    kv: bool = Field(default=False, description="It finds the full blocks of its prefix cache too.")
+    standby: bool = Field(default=False, description="Not there yet: a second process, ready to take over.")
+    hang_seconds: float = Field(
+        default=10.0, ge=2, description="A worker whose event loop hangs for so long is killed and started again."
+    )
+
+    @property
+    def is_on(self) -> bool:
+        """True if the worker has a keeper."""
+        return self.weights or self.kv
+
+    @model_validator(mode="after")
+    def _has_no_standby(self) -> "KeepMemoryConfig":
+        if self.standby:
+            raise ValueError("standby: no engine has a standby yet")
+        return self
+
+
 class LocationConfig(Section):
     """Where the worker runs, for routers that prefer near pairs or bound handoffs: labels, as of Kubernetes' nodes."""
 
@@ -111,6 +133,7 @@ class WorkerConfig(Section):
     encode: EncodeConfig = EncodeConfig()
     embed: EmbedConfig = EmbedConfig()
     keep: KeepConfig = KeepConfig()
+    keep_memory: KeepMemoryConfig = KeepMemoryConfig()
     media: MediaConfig = MediaConfig()
     transports: tuple[str, ...] = Field(
         default=("cuda_ipc", "shm", "tcp"),
@@ -146,6 +169,14 @@ class WorkerConfig(Section):
             if role not in known:
                 raise ValueError(f"roles[{index}]: unknown role {role!r}; expected one of {', '.join(known)}")
         return roles
+
+    @model_validator(mode="after")
+    def _memory_can_be_kept(self) -> "WorkerConfig":
+        if self.keep_memory.is_on and self.server != "http2":
+            raise ValueError("keep_memory: needs server=http2, which can listen at a socket that is kept")
+        if self.keep_memory.is_on and (why_not := self.engine.why_not_kept):
+            raise ValueError(f"keep_memory: {why_not}")
+        return self
 
     @model_validator(mode="after")
     def _transports_can_be_used(self) -> "WorkerConfig":

@@ -26,6 +26,8 @@ from services.handoff.lending import Lender
 from services.handoff.opening import PoolOpener
 from services.handoff.service import HandoffServicer
 from services.identity import Identity, WorkerRegistration, warn_if_unpaired
+from services.keeper.client import KeeperClient
+from services.keeping import kept_sockets
 from services.moving.roles import RoleChanger
 from services.moving.shedding import Shedding
 from services.parts import WorkerParts, open_parts
@@ -64,9 +66,13 @@ _ACCESS_RULES: Rules = {
 
 @asynccontextmanager
 async def host_worker(
-    config: WorkerConfig, registry: Registry | None = None, clock: LeaseClock = MONOTONIC
+    config: WorkerConfig,
+    registry: Registry | None = None,
+    clock: LeaseClock = MONOTONIC,
+    keeper: KeeperClient | None = None,
 ) -> AsyncIterator[Worker]:
-    """Yields a worker that is ready and registered, in `registry` if one is given. `clock` is that of its leases.
+    """Yields a worker that is ready and registered, in `registry` if one is given. `clock` is that of its leases, and
+    `keeper` holds what outlives it.
 
     Leaving drains it: it is deregistered and refuses new requests; running ones have `drain_seconds`, and held blocks
     one lease. Raises ConfigError, Unavailable without a registry, and EngineFailed if the model cannot be loaded.
@@ -75,7 +81,7 @@ async def host_worker(
     async with AsyncExitStack() as stack:
         if registry is None:
             registry = await stack.enter_async_context(open_registry(config.registry, config.namespace))
-        engines = await stack.enter_async_context(open_engines(config, registry))
+        engines = await stack.enter_async_context(open_engines(config, registry, keeper))
         identity = await _identify(config, registry, engines)
         leases = await stack.enter_async_context(LeaseTable(config.handoff.lease_seconds, clock))
         calls = Calls(identity, FaultReader(config.engine.allows_fault_injection))
@@ -85,7 +91,7 @@ async def host_worker(
         worker = Worker(identity, engines, leases, drainer, Health(lambda: engines.responsive), kept)
         parts = await stack.enter_async_context(open_parts(config, worker, calls))
         services = await stack.enter_async_context(_open_services(parts, registration))
-        await stack.enter_async_context(_serve(config, worker, services))
+        await stack.enter_async_context(_serve(config, worker, services, keeper))
         await stack.enter_async_context(_opening_ahead(parts, registry))
         await stack.enter_async_context(_registered(worker, registration))
         await warn_if_unpaired(registry, _record(worker))
@@ -149,7 +155,9 @@ async def _opening_ahead(parts: WorkerParts, registry: Registry) -> AsyncIterato
 
 
 @asynccontextmanager
-async def _serve(config: WorkerConfig, worker: Worker, services: list[Service]) -> AsyncIterator[None]:
+async def _serve(
+    config: WorkerConfig, worker: Worker, services: list[Service], keeper: KeeperClient | None
+) -> AsyncIterator[None]:
     multiplexed = {*_MULTIPLEXED, *(kind.service for kind in role_kinds().values() if kind.has_kv)}
     async with AsyncExitStack() as stack:
         tracing = configure_tracing(config.tracing, _service_name(config), worker.worker_id)
@@ -164,6 +172,7 @@ async def _serve(config: WorkerConfig, worker: Worker, services: list[Service]) 
                 access=Access(_access_rules()) if config.tls.is_mutual else None,
                 connections=config.connections,
                 kind=config.server,
+                sockets=kept_sockets(keeper, config.listen),
                 around=[multiplex([service for service in services if service.name in multiplexed])],
             )
         )

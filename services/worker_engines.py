@@ -25,10 +25,11 @@ from discovery.registry import Registry
 from engine_protocol.roles import LANGUAGE_MODEL, role_kinds, with_kv
 from services.config import WorkerConfig
 from services.engines.base import Encoder, Engine, EngineLoad, EnginePart, ModelFacts
-from services.engines.context import EngineContext
+from services.engines.context import EngineContext, KeptMemory
 from services.engines.kv_transfer import AllocatesFirst
 from services.engines.memory.allocation import AllocationRules
 from services.engines.registry import open_engine, open_part
+from services.keeper.client import KeeperClient
 from services.multimodal.embedding_pool import EmbeddingPool
 
 _ENCODER = "encoder"
@@ -134,12 +135,21 @@ class WorkerEngines:
 
 
 @asynccontextmanager
-async def open_engines(config: WorkerConfig, registry: Registry) -> AsyncIterator[WorkerEngines]:
-    """Loads the engines that the roles need. Raises ConfigError, and EngineFailed if one cannot be loaded."""
+async def open_engines(
+    config: WorkerConfig, registry: Registry, keeper: KeeperClient | None = None
+) -> AsyncIterator[WorkerEngines]:
+    """Loads the engines that the roles need; `keeper` holds what outlives them.
+
+    Raises ConfigError, and EngineFailed if one cannot be loaded.
+    """
     template = read_chat_template(config.chat_template)
     async with AsyncExitStack() as stack:
         context = EngineContext(
-            config.roles, config.handoff.lease_seconds, allocation=_allocation(config), log_level=config.log.level
+            config.roles,
+            config.handoff.lease_seconds,
+            allocation=_allocation(config),
+            log_level=config.log.level,
+            kept=KeptMemory(keeper, config.keep_memory.weights, config.keep_memory.kv) if keeper else None,
         )
         needed = dict.fromkeys(role_kinds()[role].engine for role in config.roles)
         encoding = None

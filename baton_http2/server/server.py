@@ -76,9 +76,13 @@ class Http2Server:
 
         With `shares_port` other processes may take the same one, and share its connections.
         """
-        self._ssl = None if tls is None else require_http2(tls)
         host, _, port = listen.rpartition(":")
-        self._sockets = open_sockets(host.strip("[]"), int(port), shares_port=shares_port)
+        return self.use(open_sockets(host.strip("[]"), int(port), shares_port=shares_port), tls)
+
+    def use(self, sockets: Sequence[socket.socket], tls: ssl.SSLContext | None = None) -> int:
+        """Takes sockets that are bound to one port, which it returns, and closes them at its end."""
+        self._ssl = None if tls is None else require_http2(tls)
+        self._sockets = list(sockets)
         return int(self._sockets[0].getsockname()[1])
 
     async def start(self) -> None:

@@ -6,6 +6,7 @@ from typing import Protocol
 
 from runtime.config import Section
 from services.engines.memory.allocation import UNSHARED, AllocationRules
+from services.keeper.client import KeeperClient
 
 
 class EngineConfig(Section):
@@ -23,12 +24,26 @@ class EngineConfig(Section):
         """True if this process only computes for the engine of another one, which is the worker."""
         return False
 
+    @property
+    def why_not_kept(self) -> str:
+        """Why nothing of this engine can outlive its process, with the key that says so; empty if it can."""
+        return f"engine.kind: the engine {self.kind} keeps neither weights nor KV"
+
     def max_node_ids(self, roles: Sequence[str]) -> int:
         """Returns how many workers of a namespace may have node ids; 0 if this engine needs none. See
         EngineContext.node.
         """
         del roles
         return 0
+
+
+@dataclass(frozen=True, slots=True)
+class KeptMemory:
+    """What outlives the engine's process, and the keeper that holds it."""
+
+    keeper: KeeperClient
+    weights: bool
+    kv: bool
 
 
 class RankProgress(Protocol):
@@ -57,3 +72,4 @@ class EngineContext:
     node: Callable[[], int] | None = None
     allocation: AllocationRules = UNSHARED
     log_level: str = "info"  # debug, info, warning, error
+    kept: KeptMemory | None = None

@@ -23,6 +23,15 @@ CALLS = Counter(
     ["stage", "outcome", "reason"],
     registry=REGISTRY,
 )
+RESTARTS = Counter(
+    "baton_worker_restarts_total",
+    "Starts after another process of this worker had ended, by what ended it: a signal, hang or exit.",
+    ["cause"],
+    registry=REGISTRY,
+)
+RESTART_SECONDS = Gauge(
+    "baton_worker_restart_seconds", "From the end of the process before to this one's readiness.", registry=REGISTRY
+)
 RUNNING = Gauge("baton_worker_running_requests", "Requests that the engine computes now.", registry=REGISTRY)
 WAITING = Gauge(
     "baton_worker_waiting_requests", "Requests that wait for blocks or for a place in the batch.", registry=REGISTRY

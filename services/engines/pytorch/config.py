@@ -169,6 +169,14 @@ class PyTorchConfig(EngineConfig):
         return self.multi_node is not None and self.multi_node.rank > 0
 
     @property
+    def why_not_kept(self) -> str:
+        if self.device.startswith("cuda"):
+            return f"engine.device: {self.device}: memory of a GPU cannot be kept yet"
+        if self.tensor_parallel_size > 1:
+            return "engine.tensor_parallel_size: the memory of a split model cannot be kept yet"
+        return ""
+
+    @property
     def served_name(self) -> str:
         """`name`, or the folder's name."""
         return self.name or self.model.resolve().name

@@ -1,0 +1,79 @@
+"""The worker's side: memory that outlives its process, and the sign that it lives."""
+
+import os
+import socket
+import threading
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+
+from runtime.clock import monotonic
+from services.keeper.messages import VARIABLE, Answer, Packet, Request, receive, send
+
+_ANSWER_SECONDS = 10.0
+
+
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """Descriptors of kept memory, which the caller owns: none if there is nothing that fits. `stale` is the
+    fingerprint of memory that did not fit, and has been freed.
+    """
+
+    descriptors: Sequence[int] = ()
+    stale: str = ""
+
+
+class KeeperClient:
+    """Speaks to the keeper that started this process; safe on every thread. Its calls raise KeeperLost."""
+
+    def __init__(self, end: socket.socket) -> None:
+        self._end = end
+        self._end.settimeout(_ANSWER_SECONDS)
+        self._signs = end.dup()
+        self._signs.setblocking(False)
+        self._lock = threading.Lock()
+        self.start = Answer(**self._ask(Request("hello")).content)
+        self._started_at = monotonic()
+
+    @classmethod
+    def of_this_process(cls) -> "KeeperClient | None":
+        """The client of the keeper that has started this process; None without one."""
+        number = os.environ.get(VARIABLE, "")
+        return cls(socket.socket(fileno=int(number))) if number.isdecimal() else None
+
+    def seconds_since_loss(self) -> float:
+        """The time since the worker before this one ended."""
+        return self.start.seconds_ago + monotonic() - self._started_at
+
+    def get(self, name: str, fingerprint: str) -> Kept:
+        """Returns what is kept under this name with this fingerprint. What has another one is freed."""
+        packet = self._ask(Request("get", name, fingerprint))
+        return Kept(tuple(packet.pop_descriptors()), Answer(**packet.content).stale)
+
+    def put(self, name: str, fingerprint: str, descriptors: Sequence[int]) -> None:
+        """Has the keeper hold duplicates of these descriptors, in the place of what it holds under this name."""
+        self._ask(Request("put", name, fingerprint), descriptors)
+
+    def drop(self, name: str) -> None:
+        """Has the keeper free what it holds under this name."""
+        self._ask(Request("drop", name))
+
+    def watch(self, seconds: float) -> None:
+        """Has the keeper kill this process once it has not called `beat` for so long."""
+        with self._lock:
+            send(self._end, Request("watch", seconds=seconds))
+
+    def beat(self) -> None:
+        """Tells that this process lives. Never waits: a keeper that is behind has signs enough to read."""
+        with suppress(BlockingIOError):
+            send(self._signs, Request("beat"))
+
+    def close(self) -> None:
+        """Closes the socket."""
+        self._signs.close()
+        self._end.close()
+
+    def _ask(self, request: Request, descriptors: Sequence[int] = ()) -> Packet:
+        with self._lock:
+            send(self._end, request, descriptors)
+            return receive(self._end)

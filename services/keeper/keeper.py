@@ -1,0 +1,204 @@
+"""Runs the worker as a child, again and again, and holds what it asks to be kept."""
+
+import os
+import select
+import signal
+import socket
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import NoReturn
+
+from runtime.clock import monotonic
+from services.keeper.child import Child, Ending
+from services.keeper.memory import KeptDescriptors
+from services.keeper.messages import Answer, KeeperLost, Packet, Request, pair, receive, send
+
+_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+# A worker that has lived for so long since its first beat has started well.
+_PROVEN_SECONDS = 30.0
+_FIRST_WAIT, _LONGEST_WAIT = 0.5, 10.0
+# What is kept may be what kills the worker: it is freed after so many failures in a row, KV first.
+_SUSPECTS = {3: "kv", 6: "weights"}
+_MOST_FAILURES = 9
+# A keeper that was suspended together with the worker wakes to find it overdue: it counts if it stays so.
+_CONFIRM_SECONDS = 1.0
+_WRONG_CONFIGURATION = 2
+
+
+class Keeper:
+    """Starts `command`, and starts it again when it is killed, fails or hangs."""
+
+    def __init__(self, command: Sequence[str]) -> None:
+        self._command = command
+        self._kept = KeptDescriptors()
+        self._starts = self._failures = 0
+        self._ended_at = 0.0
+        self._last: Ending | None = None
+        self._is_stopping = False
+
+    def run(self) -> int:
+        """Runs workers, one at a time, until one ends for good. Returns the exit code.
+
+        That is a worker that ended without an error, was told to stop, or found its configuration wrong; and one that
+        has failed too often in a row.
+        """
+        with _signals() as signals:
+            while True:
+                life = _Life(self._command, self._kept, self._hello(), signals)
+                ending = life.live()
+                self._is_stopping |= life.is_stopping
+                if self._is_final(ending):
+                    return ending.exit_code
+                self._note_failure(ending, life.proven)
+                if self._failures > _MOST_FAILURES or self._is_told_to_stop(signals):
+                    return ending.exit_code
+
+    def _is_final(self, ending: Ending) -> bool:
+        return self._is_stopping or ending.code in (0, _WRONG_CONFIGURATION)
+
+    def _hello(self) -> Answer:
+        self._starts += 1
+        if self._last is None:
+            return Answer()
+        return Answer(starts=self._starts - 1, ended_by=self._last.cause, seconds_ago=monotonic() - self._ended_at)
+
+    def _note_failure(self, ending: Ending, proven: bool) -> None:
+        self._last, self._ended_at = ending, monotonic()
+        self._failures = 1 if proven else self._failures + 1
+        say(f"the worker {ending}; it keeps {', '.join(self._kept.names) or 'nothing'}")
+        suspect = _SUSPECTS.get(self._failures)
+        if suspect is not None and self._kept.drop(suspect):
+            say(f"kept {suspect} freed: the worker has failed {self._failures} times in a row")
+
+    def _is_told_to_stop(self, signals: socket.socket) -> bool:
+        """Waits before the next start: not after the first failure, and longer after each. True if told to stop."""
+        if self._failures < 2:
+            return False
+        seconds = min(_LONGEST_WAIT, _FIRST_WAIT * 2 ** (self._failures - 2))
+        say(f"starting the worker again in {seconds:g} s")
+        return bool(select.select([signals], [], [], seconds)[0])
+
+
+class _Life:
+    """One worker, from its start to its death."""
+
+    def __init__(self, command: Sequence[str], kept: KeptDescriptors, hello: Answer, signals: socket.socket) -> None:
+        self._kept, self._hello, self._signals = kept, hello, signals
+        self._socket, end = pair()
+        with end:
+            self._child = Child(command, end)
+        self._patience: float | None = None  # the longest time between two beats; None before the worker asks
+        self._began = self._beat_at = 0.0
+        self._is_suspect = self._hung = False
+        self.is_stopping = False
+
+    @property
+    def proven(self) -> bool:
+        """True if it has beaten for long enough to have started well."""
+        return self._patience is not None and self._beat_at - self._began > _PROVEN_SECONDS
+
+    def live(self) -> Ending:
+        """Serves the worker until it is dead: until then no other one may start."""
+        with self._socket:
+            while self._turn():
+                pass
+        return self._child.wait(hung=self._hung)
+
+    def _turn(self) -> bool:
+        """Waits for the next thing to happen, and does it. False once the worker is dead."""
+        sources: list[int | socket.socket] = [
+            self._child.pidfd,
+            self._signals,
+            *([self._socket] if self._socket.fileno() >= 0 else []),
+        ]
+        ready = select.select(sources, [], [], self._seconds_left())[0]
+        if self._child.pidfd in ready:
+            return False
+        if self._signals in ready:
+            self.is_stopping = True
+            for number in self._signals.recv(64):
+                self._child.send(number)
+        if self._socket in ready:
+            self._serve()
+        elif not ready:
+            self._kill_if_hung()
+        return True
+
+    def _seconds_left(self) -> float | None:
+        if self._patience is None or self._hung:
+            return None
+        waited = monotonic() - self._beat_at
+        return max(0.0, self._patience - waited) if not self._is_suspect else _CONFIRM_SECONDS
+
+    def _kill_if_hung(self) -> None:
+        if not self._is_suspect:
+            self._is_suspect = True
+            return
+        say(f"the worker has not given a sign of life for {monotonic() - self._beat_at:.1f} s: killing it")
+        self._hung = True
+        self._child.send(signal.SIGKILL)
+
+    def _serve(self) -> None:
+        """Does what the worker asks, and answers."""
+        try:
+            packet = receive(self._socket)
+            try:
+                self._obey(Request(**packet.content), packet)
+            finally:
+                packet.close()
+        except (KeeperLost, TypeError):
+            # It is about to die; or it is no worker of this version, and lives on without its keeper.
+            self._socket.close()
+            self._patience = None
+
+    def _obey(self, request: Request, packet: Packet) -> None:
+        match request.verb:
+            case "beat":
+                self._beat_at, self._is_suspect = monotonic(), False
+            case "watch":
+                self._patience = request.seconds
+                self._began = self._beat_at = monotonic()
+            case "hello":
+                send(self._socket, self._hello)
+            case "get":
+                found = self._kept.get(request.name, request.fingerprint)
+                send(self._socket, Answer(is_kept=bool(found.descriptors), stale=found.stale), found.descriptors)
+            case "put":
+                self._kept.put(request.name, request.fingerprint, packet.pop_descriptors())
+                send(self._socket, Answer(is_kept=True))
+            case "drop":
+                self._kept.drop(request.name)
+                send(self._socket, Answer())
+
+
+@contextmanager
+def _signals() -> Iterator[socket.socket]:
+    """Yields a socket from which the numbers of signals can be read, one byte each."""
+    reads, writes = socket.socketpair()
+    writes.setblocking(False)
+    with reads, writes:
+        signal.set_wakeup_fd(writes.fileno(), warn_on_full_buffer=False)
+        for number in _SIGNALS:
+            signal.signal(number, _nothing)
+        try:
+            yield reads
+        finally:
+            signal.set_wakeup_fd(-1)
+
+
+def _nothing(_number: int, _frame: object) -> None:
+    """The number is read from the socket."""
+
+
+def say(words: str) -> None:
+    """Writes one line to stderr; nobody need read it."""
+    try:
+        print(f"keeper: {words}", file=sys.stderr, flush=True)
+    except OSError:
+        return
+
+
+def replace_this_process(arguments: Sequence[str]) -> NoReturn:
+    """Becomes the keeper of a worker with these arguments."""
+    os.execv(sys.executable, [sys.executable, "-m", "services.keeper", *arguments])

@@ -1,0 +1,160 @@
+"""The keeper, with programs in the worker's place: what it keeps, when it starts them again, and how it ends."""
+
+import contextlib
+import os
+import select
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from support.cluster.processes import ROOT
+
+_SECONDS = 60.0
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """A keeper, and what its workers have noted."""
+
+    popen: "subprocess.Popen[str]"
+    file: Path
+
+    @property
+    def notes(self) -> str:
+        return self.file.read_text() if self.file.exists() else ""
+
+    def until(self, holds: Callable[[str], bool]) -> str:
+        ends_at = time.monotonic() + _SECONDS
+        while not holds(self.notes):
+            assert time.monotonic() < ends_at, self.notes
+            time.sleep(0.01)
+        return self.notes
+
+    def pid(self, start: int) -> int:
+        """The process of this start."""
+        notes = self.until(lambda notes: f"{start} started" in notes and notes.endswith("\n"))
+        [line] = [line for line in notes.splitlines() if line.startswith(f"{start} started")]
+        return int(line.rpartition(" ")[2])
+
+    def ended(self) -> int:
+        return self.popen.wait(_SECONDS)
+
+
+@contextlib.contextmanager
+def _keeper(folder: Path, *starts: str) -> Iterator[Run]:
+    program = "import sys; from services.keeper.keeper import Keeper; sys.exit(Keeper(sys.argv[1:]).run())"
+    file = folder / "notes"
+    worker = [sys.executable, "-m", "support.kept_program", str(file), *starts]
+    paths = {**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'tests'}"}
+    command = [sys.executable, "-c", program, *worker]
+    with subprocess.Popen(command, env=paths, stderr=subprocess.PIPE, text=True) as popen:
+        try:
+            yield Run(popen, file)
+        finally:
+            popen.kill()
+
+
+@pytest.mark.parametrize("name", ["SIGKILL", "SIGSEGV", "SIGABRT"])
+def test_a_worker_that_is_killed_is_started_again_and_finds_what_was_kept(tmp_path: Path, name: str) -> None:
+    with _keeper(tmp_path, f"put:kv:one+put:weights:two+die:{name}", "get:kv:one+get:weights:two+exit:0") as run:
+        assert run.ended() == 0
+        assert f"1 started by {name}" in run.notes
+        assert "1 found kv ['kv of one'] stale ''" in run.notes
+        assert "1 found weights ['weights of two'] stale ''" in run.notes
+
+
+def test_memory_with_another_fingerprint_is_freed_and_said(tmp_path: Path) -> None:
+    with _keeper(tmp_path, "put:kv:one+die:SIGKILL", "get:kv:other+get:kv:one+exit:0") as run:
+        assert run.ended() == 0
+        assert "1 found kv [] stale 'one'" in run.notes
+        assert "1 found kv [] stale ''" in run.notes
+
+
+def test_memory_is_freed_when_told_and_replaced_by_later_memory(tmp_path: Path) -> None:
+    with _keeper(tmp_path, "put:a:1+put:b:1+put:b:2+drop:a+die:SIGKILL", "get:a:1+get:b:2+exit:0") as run:
+        assert run.ended() == 0
+        assert "1 found a [] stale ''" in run.notes
+        assert "1 found b ['b of 2'] stale ''" in run.notes
+
+
+def test_a_worker_that_gives_no_sign_of_life_is_killed_and_started_again(tmp_path: Path) -> None:
+    with _keeper(tmp_path, "put:kv:one+watch:0.3+beat:3+wait", "get:kv:one+exit:0") as run:
+        assert run.ended() == 0
+        assert "1 started by hang" in run.notes
+        assert "1 found kv ['kv of one']" in run.notes
+
+
+def test_a_stopped_worker_dies_before_another_one_starts(tmp_path: Path) -> None:
+    with _keeper(tmp_path, "watch:0.5+beat:600", "exit:0") as run:
+        first = run.pid(0)
+        os.kill(first, signal.SIGSTOP)
+        assert run.ended() == 0
+        assert "1 started by hang" in run.notes
+        with pytest.raises(ProcessLookupError):
+            os.kill(first, signal.SIGCONT)
+
+
+def test_a_worker_that_beats_is_not_killed(tmp_path: Path) -> None:
+    with _keeper(tmp_path, "watch:2+beat:40+exit:0") as run:
+        assert run.ended() == 0
+        assert run.notes.count("started") == 1
+
+
+def test_sigterm_is_passed_on_and_the_keeper_exits_as_the_worker_does(tmp_path: Path) -> None:
+    with _keeper(tmp_path, "wait") as run:
+        run.pid(0)
+        run.popen.terminate()
+        assert run.ended() == 128 + signal.SIGTERM
+        assert run.notes.count("started") == 1
+
+
+def test_a_second_signal_is_passed_on_too(tmp_path: Path) -> None:
+    with _keeper(tmp_path, "ignore+put:kv:one+get:kv:one+wait") as run:
+        run.until(lambda notes: "found" in notes)
+        run.popen.terminate()
+        run.popen.send_signal(signal.SIGINT)
+        assert run.ended() == 128 + signal.SIGINT
+
+
+def test_an_exit_without_an_error_is_final(tmp_path: Path) -> None:
+    with _keeper(tmp_path, "exit:0") as run:
+        assert run.ended() == 0
+        assert run.notes.count("started") == 1
+
+
+def test_a_wrong_configuration_is_final(tmp_path: Path) -> None:
+    with _keeper(tmp_path, "exit:2") as run:
+        assert run.ended() == 2
+        assert run.notes.count("started") == 1
+
+
+def test_what_is_kept_is_freed_if_the_worker_fails_again_and_again(tmp_path: Path) -> None:
+    finds = "get:kv:one+get:weights:two+exit:1"
+    with _keeper(tmp_path, "put:kv:one+put:weights:two+exit:1", *[finds] * 6, "exit:0") as run:
+        assert run.ended() == 0
+        kept = [line for line in run.notes.splitlines() if "found" in line]
+        assert [line[:10] for line in kept if "['kv of one']" in line] == ["1 found kv", "2 found kv"]
+        assert [line[0] for line in kept if "['weights of two']" in line] == list("12345")
+
+
+def test_a_worker_outlives_no_keeper_unnoticed(tmp_path: Path) -> None:
+    with _keeper(tmp_path, "beat:600") as run:
+        pid = run.pid(0)
+        descriptor = os.pidfd_open(pid)
+        run.popen.kill()
+        assert select.select([descriptor], [], [], _SECONDS)[0]
+
+
+def test_the_keeper_imports_nothing_but_the_standard_library() -> None:
+    program = (
+        "import sys; before = set(sys.modules); import services.keeper.__main__; print(*set(sys.modules) - before)"
+    )
+    found = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    own = {"runtime", "services", "baton_http2"}
+    foreign = {name.partition(".")[0] for name in found.split()} - own - set(sys.stdlib_module_names)
+    assert not foreign

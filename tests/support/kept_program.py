@@ -1,0 +1,64 @@
+"""A worker as its keeper sees it: does in each of its starts what the words for that start say, and notes it.
+
+`python -m support.kept_program FILE WORDS WORDS ...`, where WORDS are such as `put:kv:first+die:SIGKILL`. Later starts
+do what the last words say. Each line of FILE is the start's number and what was found.
+"""
+
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+
+from services.keeper.client import KeeperClient
+
+_FOREVER = 1000.0
+
+
+def main() -> None:
+    """Does what is said for this start."""
+    file, *starts = sys.argv[1:]
+    keeper = KeeperClient.of_this_process()
+    assert keeper is not None
+    number = keeper.start.starts
+    note = Path(file).open("a", buffering=1)  # noqa: SIM115
+    note.write(f"{number} started by {keeper.start.ended_by or 'nothing'} as {os.getpid()}\n")
+    for word in starts[min(number, len(starts) - 1)].split("+"):
+        verb, *arguments = word.split(":")
+        if said := _obey(keeper, verb, arguments):
+            note.write(f"{number} {said}\n")
+
+
+def _obey(keeper: KeeperClient, verb: str, arguments: list[str]) -> str:
+    match verb, arguments:
+        case "put", [name, fingerprint]:
+            descriptor = os.memfd_create(name)
+            os.write(descriptor, f"{name} of {fingerprint}".encode())
+            keeper.put(name, fingerprint, [descriptor])
+        case "get", [name, fingerprint]:
+            kept = keeper.get(name, fingerprint)
+            found = [os.pread(each, 100, 0).decode() for each in kept.descriptors]
+            return f"found {name} {found} stale {kept.stale!r}"
+        case "drop", [name]:
+            keeper.drop(name)
+        case "watch", [seconds]:
+            keeper.watch(float(seconds))
+        case "beat", [times]:
+            for _ in range(int(times)):
+                keeper.beat()
+                time.sleep(0.1)
+        case "wait", []:
+            time.sleep(_FOREVER)
+        case "ignore", []:
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        case "die", [name]:
+            os.kill(os.getpid(), signal.Signals[name])
+        case "exit", [code]:
+            os._exit(int(code))
+        case _:
+            raise AssertionError(f"{verb} {arguments}")
+    return ""
+
+
+if __name__ == "__main__":
+    main()
