@@ -109,7 +109,7 @@ def _open_pytorch(config: PyTorchConfig, context: EngineContext) -> AbstractAsyn
     from services.engines.pytorch.parallel.followers import check_roles
 
     check_roles(config, context.roles)
-    return PyTorchEngine(config, rules=context.allocation)
+    return PyTorchEngine(config, rules=context.allocation, kept=context.kept)
 
 
 def _follow_pytorch(config: PyTorchConfig, progress: RankProgress, stopping: asyncio.Event) -> Awaitable[None]:

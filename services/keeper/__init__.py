@@ -1,11 +1,12 @@
 """The keeper: a small process that holds what outlives the worker's process, and starts the worker again.
 
-__main__.py   `python -m services.keeper ...`: the process, which runs the worker as its child
-keeper.py     starts the worker, answers it, and decides what happens when it ends
-child.py      one process of the worker: its start, its signals, and its certain death
-memory.py     the file descriptors that are kept, by name, and the fingerprints of what they hold
-messages.py   the words between the two
-client.py     the worker's side
+__main__.py      `python -m services.keeper ...`: the process, which runs the worker as its child
+keeper.py        starts the worker, waits for its death, and decides what happens then
+child.py         one process of the worker: its start, its signals, and its certain death
+conversation.py  what the worker asks to be kept, and its signs of life
+memory.py        the file descriptors that are kept, by name, and the fingerprints of what they hold
+messages.py      the messages between the two
+client.py        the worker's side
 
 Nothing but Python's standard library is imported here: what cannot fail need not be restarted. The keeper never reads
 or writes what it holds.

@@ -11,8 +11,9 @@ from typing import NoReturn
 
 from runtime.clock import monotonic
 from services.keeper.child import Child, Ending
+from services.keeper.conversation import Conversation
 from services.keeper.memory import KeptDescriptors
-from services.keeper.messages import Answer, KeeperLost, Packet, Request, pair, receive, send
+from services.keeper.messages import Answer, pair
 
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 # A worker that has lived for so long since its first beat has started well.
@@ -84,92 +85,55 @@ class _Life:
     """One worker, from its start to its death."""
 
     def __init__(self, command: Sequence[str], kept: KeptDescriptors, hello: Answer, signals: socket.socket) -> None:
-        self._kept, self._hello, self._signals = kept, hello, signals
-        self._socket, end = pair()
+        self._signals = signals
+        own, end = pair()
         with end:
             self._child = Child(command, end)
-        self._patience: float | None = None  # the longest time between two beats; None before the worker asks
-        self._began = self._beat_at = 0.0
-        self._is_suspect = self._hung = False
-        self.is_stopping = False
+        self._worker = Conversation(own, kept, hello)
+        self._is_suspect = self._hung = self.is_stopping = False
 
     @property
     def proven(self) -> bool:
         """True if it has beaten for long enough to have started well."""
-        return self._patience is not None and self._beat_at - self._began > _PROVEN_SECONDS
+        return self._worker.beaten_seconds > _PROVEN_SECONDS
 
     def live(self) -> Ending:
         """Serves the worker until it is dead: until then no other one may start."""
-        with self._socket:
-            while self._turn():
-                pass
+        while self._turn():
+            pass
+        self._worker.close()
         return self._child.wait(hung=self._hung)
 
     def _turn(self) -> bool:
         """Waits for the next thing to happen, and does it. False once the worker is dead."""
-        sources: list[int | socket.socket] = [
-            self._child.pidfd,
-            self._signals,
-            *([self._socket] if self._socket.fileno() >= 0 else []),
-        ]
+        sources = [self._child.pidfd, self._signals.fileno(), *self._worker.sources]
         ready = select.select(sources, [], [], self._seconds_left())[0]
         if self._child.pidfd in ready:
             return False
-        if self._signals in ready:
+        if self._signals.fileno() in ready:
             self.is_stopping = True
             for number in self._signals.recv(64):
                 self._child.send(number)
-        if self._socket in ready:
-            self._serve()
-        elif not ready:
+        elif ready:
+            self._worker.serve()
+        else:
             self._kill_if_hung()
         return True
 
     def _seconds_left(self) -> float | None:
-        if self._patience is None or self._hung:
+        if self._hung or self._worker.patience is None:
             return None
-        waited = monotonic() - self._beat_at
-        return max(0.0, self._patience - waited) if not self._is_suspect else _CONFIRM_SECONDS
+        left = self._worker.patience - self._worker.quiet_seconds
+        self._is_suspect = self._is_suspect and left <= 0
+        return _CONFIRM_SECONDS if self._is_suspect else max(0.0, left)
 
     def _kill_if_hung(self) -> None:
         if not self._is_suspect:
             self._is_suspect = True
             return
-        say(f"the worker has not given a sign of life for {monotonic() - self._beat_at:.1f} s: killing it")
+        say(f"the worker has not given a sign of life for {self._worker.quiet_seconds:.1f} s: killing it")
         self._hung = True
         self._child.send(signal.SIGKILL)
-
-    def _serve(self) -> None:
-        """Does what the worker asks, and answers."""
-        try:
-            packet = receive(self._socket)
-            try:
-                self._obey(Request(**packet.content), packet)
-            finally:
-                packet.close()
-        except (KeeperLost, TypeError):
-            # It is about to die; or it is no worker of this version, and lives on without its keeper.
-            self._socket.close()
-            self._patience = None
-
-    def _obey(self, request: Request, packet: Packet) -> None:
-        match request.verb:
-            case "beat":
-                self._beat_at, self._is_suspect = monotonic(), False
-            case "watch":
-                self._patience = request.seconds
-                self._began = self._beat_at = monotonic()
-            case "hello":
-                send(self._socket, self._hello)
-            case "get":
-                found = self._kept.get(request.name, request.fingerprint)
-                send(self._socket, Answer(is_kept=bool(found.descriptors), stale=found.stale), found.descriptors)
-            case "put":
-                self._kept.put(request.name, request.fingerprint, packet.pop_descriptors())
-                send(self._socket, Answer(is_kept=True))
-            case "drop":
-                self._kept.drop(request.name)
-                send(self._socket, Answer())
 
 
 @contextmanager

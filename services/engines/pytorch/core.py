@@ -6,6 +6,7 @@ from contextlib import ExitStack
 
 from baton.errors import BatonError, HandoffLost, InvalidRequest
 from services.engines.base import EngineLoad
+from services.engines.context import KeptMemory
 from services.engines.memory.allocation import UNSHARED, AllocationRules, no_free_blocks
 from services.engines.prompt import Prompt, Sampling
 from services.engines.pytorch.config import PyTorchConfig
@@ -37,9 +38,10 @@ class EngineCore:
         listener: CacheListener | None = None,
         rules: AllocationRules = UNSHARED,
         followers: Followers | None = None,
+        kept: KeptMemory | None = None,
     ) -> None:
         began = time.monotonic()
-        self._parts = parts = open_parts(config, listener, followers)
+        self._parts = parts = open_parts(config, listener, followers, kept)
         with ExitStack() as opened:
             opened.callback(parts.close)
             self.followers = followers

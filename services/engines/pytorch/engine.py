@@ -12,6 +12,7 @@ from typing_extensions import Self
 from baton.errors import BatonError, InvalidRequest, Unsupported
 from services.engines.base import Engine, EngineLoad, ModelFacts, PromptProgress
 from services.engines.canary import Canary
+from services.engines.context import KeptMemory
 from services.engines.kv import BlockMemory, HeldKv, PulledKv
 from services.engines.kv_events import KvChange, KvPublisher
 from services.engines.lora.adapters import LoraAdapters
@@ -45,8 +46,11 @@ from services.engines.request_context import FreedKv, current_freed_kv
 class PyTorchEngine(Engine):
     """An Engine: a Hugging Face model with a paged KV cache and continuous batching."""
 
-    def __init__(self, config: PyTorchConfig, rules: AllocationRules = UNSHARED) -> None:
+    def __init__(
+        self, config: PyTorchConfig, rules: AllocationRules = UNSHARED, kept: KeptMemory | None = None
+    ) -> None:
         self._config = config
+        self._kept = kept
         self._publisher = KvPublisher()
         self._cache_events = _CacheEvents(self._publisher)
         self._rules = rules
@@ -274,7 +278,7 @@ class PyTorchEngine(Engine):
             if followers is None and self._config.tensor_parallel_size > 1:
                 followers = LocalFollowers(self._config)
             try:
-                core = EngineCore(self._config, self._cache_events, self._rules, followers)
+                core = EngineCore(self._config, self._cache_events, self._rules, followers, self._kept)
                 if followers is not None:
                     followers.send(Ready())
                 return core

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 import torch
 
+from services.engines.context import KeptMemory
 from services.engines.kv import KvLayout
 from services.engines.pytorch.config import PyTorchConfig
 from services.engines.pytorch.kv_cache.blocks import BlockPool, CacheListener
@@ -12,6 +13,7 @@ from services.engines.pytorch.kv_cache.memory import DeviceMemory, HostMemory, o
 from services.engines.pytorch.kv_cache.pool_size import layout_of, num_blocks, step_tokens
 from services.engines.pytorch.kv_cache.tiers.tiers import KvTiers
 from services.engines.pytorch.lora.layers import LoraLayers
+from services.engines.pytorch.model.kept_weights import load_kept
 from services.engines.pytorch.model.loading import LoadedModel, load_model
 from services.engines.pytorch.parallel.followers import Followers
 from services.engines.pytorch.parallel.shards import WHOLE, part_of_pool
@@ -51,9 +53,14 @@ class EngineParts:
         self.memory.close()
 
 
-def open_parts(config: PyTorchConfig, listener: CacheListener | None, followers: Followers | None) -> EngineParts:
+def open_parts(
+    config: PyTorchConfig,
+    listener: CacheListener | None,
+    followers: Followers | None,
+    kept: KeptMemory | None = None,
+) -> EngineParts:
     """Loads the model, and allocates everything; what was opened is closed again if the rest fails."""
-    model = load_model(config, followers.shard if followers else WHOLE)
+    model = _load(config, followers, kept)
     lora = LoraLayers(model.module, config.lora.max_loaded, config.lora.max_rank) if config.lora else None
     layout = layout_of(config, model)
     blocks = num_blocks(config, model, layout)
@@ -75,6 +82,12 @@ def open_parts(config: PyTorchConfig, listener: CacheListener | None, followers:
         opened.pop_all()
     ids = frozenset(model.eos_token_ids)
     return EngineParts(model, lora, layout, limits, memory, pool, tiers, followers, runner, ids)
+
+
+def _load(config: PyTorchConfig, followers: Followers | None, kept: KeptMemory | None) -> LoadedModel:
+    if kept is None or not kept.weights:
+        return load_model(config, followers.shard if followers else WHOLE)
+    return load_kept(config, kept.keeper)
 
 
 def _open_tiers(

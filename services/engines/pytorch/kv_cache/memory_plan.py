@@ -1,6 +1,7 @@
 """The GPU memory for the block pool: the free memory, less the need of steps."""
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -60,7 +61,8 @@ def plan_pool(config: PyTorchConfig, model: LoadedModel, step_tokens: int) -> in
     free, total = torch.cuda.mem_get_info(model.device)
     if config.kv_cache_fraction is not None:
         return int(free * config.kv_cache_fraction)
-    text = model.module.config.get_text_config()
+    module: Any = model.module
+    text = module.config.get_text_config()
     shape = StepShape(
         step_tokens=step_tokens,
         max_sequences=config.max_sequences,

@@ -5,15 +5,17 @@ The modules are transformers' own: each joined matrix contains the weights of it
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.nn.functional import linear
-from transformers import PreTrainedConfig, PreTrainedModel
 
 from services.engines.pytorch.kernels.paged_ops import HeadNorms, HeadShape, PagedOps, PagedTokens
 from services.engines.pytorch.model.support import TextShape
 from services.engines.pytorch.parallel.ranks import ExchangeShape, OneRank, Ranks
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
 """Model types whose text layers are supported here."""
@@ -45,7 +47,7 @@ class FusedLayer:
     down: Projection
 
 
-def why_not(config: PreTrainedConfig) -> str:
+def why_not(config: "PreTrainedConfig") -> str:
     """Returns why a model is not supported; empty if it is."""
     text = config.get_text_config()
     if text.model_type not in FAMILIES:
@@ -57,29 +59,52 @@ def why_not(config: PreTrainedConfig) -> str:
     return ""
 
 
+@dataclass(frozen=True, slots=True)
+class FusedWeights:
+    """All of a Llama-like model: its weights, and the `angles`, cosine and sine, of every position."""
+
+    embedding: torch.Tensor
+    layers: Sequence[FusedLayer]
+    norm: torch.Tensor
+    eps: float
+    head: Projection
+    scaling: float
+    angles: tuple[torch.Tensor, torch.Tensor]
+
+    @classmethod
+    def of(cls, module: torch.nn.Module, positions: int) -> "FusedWeights":
+        """Joins the weights of transformers' module, whose own become views of them."""
+        outer: Any = module
+        text = getattr(outer.model, "language_model", outer.model)
+        embedding: torch.Tensor = text.embed_tokens.weight
+        return cls(
+            embedding=embedding,
+            layers=[_fuse(layer) for layer in text.layers],
+            norm=text.norm.weight,
+            eps=float(text.norm.variance_epsilon),
+            head=Projection(outer.lm_head.weight, outer.lm_head.bias),
+            scaling=float(text.layers[0].self_attn.scaling),
+            angles=_angles(text.rotary_emb, positions, embedding),
+        )
+
+
 class FusedModel:
     """A model that computes KV into `pool` `[blocks, layers, 2, kv_heads, block_tokens, head_dim]`, and logits.
 
-    With `ranks`, the module, `shape` and `pool` are one rank's parts.
+    With `ranks`, the weights, `shape` and `pool` are one rank's parts.
     """
 
     def __init__(
-        self, module: PreTrainedModel, shape: TextShape, pool: torch.Tensor, ops: PagedOps, ranks: Ranks | None = None
+        self, weights: FusedWeights, shape: TextShape, pool: torch.Tensor, ops: PagedOps, ranks: Ranks | None = None
     ) -> None:
-        outer: Any = module
-        text = getattr(outer.model, "language_model", outer.model)
         self._ops = ops
         self._ranks = ranks or OneRank()
-        self._embedding: torch.Tensor = text.embed_tokens.weight
-        self._layers = [_fuse(layer) for layer in text.layers]
+        self._embedding = weights.embedding
+        self._layers = weights.layers
         self._pool_layers = [pool[:, index] for index in range(len(self._layers))]
-        self._norm: torch.Tensor = text.norm.weight
-        self._eps = float(text.norm.variance_epsilon)
-        self._head = Projection(outer.lm_head.weight, outer.lm_head.bias)
-        self._shape = HeadShape(
-            shape.query_heads, shape.kv_heads, shape.head_dim, float(text.layers[0].self_attn.scaling)
-        )
-        self._angles = _angles(text.rotary_emb, shape.max_context_tokens, self._embedding)
+        self._norm, self._eps, self._head = weights.norm, weights.eps, weights.head
+        self._shape = HeadShape(shape.query_heads, shape.kv_heads, shape.head_dim, weights.scaling)
+        self._angles = weights.angles
         self.vocab_size = shape.vocab_size if self._ranks.size > 1 else self._head.weight.shape[0]
         self.dtype = self._head.weight.dtype
 

@@ -1,46 +1,42 @@
-"""Loads a checkpoint: the module that computes logits, and the model's facts."""
+"""Loads a checkpoint: the module that computes logits, and the model's facts.
+
+transformers is imported when it is needed: a worker that finds its weights in memory does without (kept_weights.py).
+"""
 
 import logging
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import structlog
 import torch
 from safetensors import SafetensorError
-from transformers import (
-    AutoConfig,
-    AutoModelForCausalLM,
-    GenerationConfig,
-    LlavaConfig,
-    PreTrainedConfig,
-    PreTrainedModel,
-)
-from transformers.utils import logging as transformers_logging
 
 from baton.errors import ConfigError
 from services.engines.base import ImageRules
 from services.engines.pytorch.config import PyTorchConfig
-from services.engines.pytorch.model import attention
+from services.engines.pytorch.model.fused_model import FusedWeights
 from services.engines.pytorch.model.support import TextShape, text_shape
 from services.engines.pytorch.parallel.shards import WHOLE, Shard, keep_part, shape_of_part
-from services.engines.pytorch.vision.images import image_rules
-from services.engines.pytorch.vision.llava import LlavaLanguage
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig, PreTrainedModel
 
 _log = structlog.get_logger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
 class LoadedModel:
-    """A model on its device, ready to be called."""
+    """A model on its device, ready to be called: `module` by transformers, unless the `fused` weights are all of it."""
 
-    module: PreTrainedModel
+    module: torch.nn.Module
     shape: TextShape
     device: torch.device
     dtype: torch.dtype
     eos_token_ids: tuple[int, ...]
     images: ImageRules | None
     shard: Shard = WHOLE
+    fused: FusedWeights | None = None
 
 
 def load_model(config: PyTorchConfig, shard: Shard = WHOLE) -> LoadedModel:
@@ -48,6 +44,9 @@ def load_model(config: PyTorchConfig, shard: Shard = WHOLE) -> LoadedModel:
 
     Raises ConfigError if it does not exist or is not supported.
     """
+    from services.engines.pytorch.model import attention
+    from services.engines.pytorch.vision.images import image_rules
+
     model_config = read_config(config.model)
     shape = text_shape(model_config, config.max_context_tokens)
     device = choose_device(config)
@@ -55,7 +54,7 @@ def load_model(config: PyTorchConfig, shard: Shard = WHOLE) -> LoadedModel:
     dtype = choose_dtype(config, device, model_config)
     images = image_rules(model_config, config.model, name_of(dtype))
     attention.register()
-    module = _read_weights(config.model, model_config, dtype)
+    module: torch.nn.Module = _read_weights(config.model, model_config, dtype)
     if shard.size > 1:
         keep_part(module, shard)
         shape = shape_of_part(shape, shard)
@@ -64,9 +63,11 @@ def load_model(config: PyTorchConfig, shard: Shard = WHOLE) -> LoadedModel:
     return LoadedModel(module, shape, device, dtype, eos_token_ids(config.model, model_config), images, shard)
 
 
-def _read_weights(folder: Path, model_config: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
+def _read_weights(folder: Path, model_config: "PreTrainedConfig", dtype: torch.dtype) -> "PreTrainedModel":
     """Loads the model with all its weights; for LLaVA the language model only."""
-    kind = LlavaLanguage if isinstance(model_config, LlavaConfig) else AutoModelForCausalLM
+    from services.engines.pytorch.model import attention
+
+    kind = kind_of(model_config)
     quiet()
     try:
         loaded: Any = kind.from_pretrained(
@@ -82,8 +83,19 @@ def _read_weights(folder: Path, model_config: PreTrainedConfig, dtype: torch.dty
     return found
 
 
-def read_config(folder: Path) -> PreTrainedConfig:
+def kind_of(model_config: "PreTrainedConfig") -> Any:
+    """Returns the class of the model: for LLaVA that of the language model only."""
+    from transformers import AutoModelForCausalLM, LlavaConfig
+
+    from services.engines.pytorch.vision.llava import LlavaLanguage
+
+    return LlavaLanguage if isinstance(model_config, LlavaConfig) else AutoModelForCausalLM
+
+
+def read_config(folder: Path) -> "PreTrainedConfig":
     """Returns the checkpoint's configuration. Raises ConfigError if it cannot be read."""
+    from transformers import AutoConfig
+
     if not (folder / "config.json").is_file():
         raise ConfigError(f"engine.model: {folder} is not a checkpoint folder: it has no config.json")
     try:
@@ -119,7 +131,7 @@ def use_device(device: torch.device) -> None:
         torch.cuda.set_device(device)
 
 
-def choose_dtype(config: PyTorchConfig, device: torch.device, model_config: PreTrainedConfig) -> torch.dtype:
+def choose_dtype(config: PyTorchConfig, device: torch.device, model_config: "PreTrainedConfig") -> torch.dtype:
     """Returns the dtype, as configured or derived."""
     if config.dtype == "float32" or (config.dtype == "auto" and device.type == "cpu"):
         return torch.float32
@@ -128,8 +140,10 @@ def choose_dtype(config: PyTorchConfig, device: torch.device, model_config: PreT
     return torch.float32 if whole else torch.bfloat16
 
 
-def eos_token_ids(folder: Path, config: PreTrainedConfig) -> tuple[int, ...]:
+def eos_token_ids(folder: Path, config: "PreTrainedConfig") -> tuple[int, ...]:
     """Returns every id that ends an answer, from the generation settings and the model's configuration."""
+    from transformers import GenerationConfig
+
     sources: list[object] = [config, config.get_text_config()]
     if (folder / "generation_config.json").is_file():
         sources.insert(0, GenerationConfig.from_pretrained(folder, local_files_only=True))
@@ -152,5 +166,7 @@ def count_parameters(module: torch.nn.Module) -> int:
 
 def quiet() -> None:
     """Turns off progress bars and load reports, which do not belong in a worker's log."""
+    from transformers.utils import logging as transformers_logging
+
     transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     transformers_logging.set_verbosity(logging.ERROR)

@@ -1,10 +1,12 @@
 """Which checkpoints this engine supports, and why it refuses others."""
 
 from dataclasses import dataclass
-
-from transformers import PreTrainedConfig
+from typing import TYPE_CHECKING
 
 from baton.errors import ConfigError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
 
 FAMILIES = (
     "cohere2",
@@ -52,7 +54,7 @@ class TextShape:
     max_context_tokens: int
 
 
-def text_shape(config: PreTrainedConfig, max_context_tokens: int | None) -> TextShape:
+def text_shape(config: "PreTrainedConfig", max_context_tokens: int | None) -> TextShape:
     """Returns the shape of the model's text part. Raises ConfigError, naming the model's type, if it is
     not supported.
     """
@@ -81,11 +83,11 @@ def text_shape(config: PreTrainedConfig, max_context_tokens: int | None) -> Text
     return shape
 
 
-def _refusal(config: PreTrainedConfig, reason: str) -> ConfigError:
+def _refusal(config: "PreTrainedConfig", reason: str) -> ConfigError:
     return ConfigError(f"engine.model: models of type {config.model_type!r} cannot be served: {reason}")
 
 
-def _unsupported_feature(text: PreTrainedConfig) -> str | None:
+def _unsupported_feature(text: "PreTrainedConfig") -> str | None:
     if getattr(text, "is_encoder_decoder", False):
         return "it is an encoder-decoder model"
     if getattr(text, "attn_logit_softcapping", None):
@@ -100,12 +102,12 @@ def _unsupported_feature(text: PreTrainedConfig) -> str | None:
     return None
 
 
-def _rope_type(text: PreTrainedConfig) -> str:
+def _rope_type(text: "PreTrainedConfig") -> str:
     parameters = getattr(text, "rope_parameters", None) or getattr(text, "rope_scaling", None) or {}
     return str(parameters.get("rope_type", "default"))
 
 
-def _context_limit(text: PreTrainedConfig) -> int:
+def _context_limit(text: "PreTrainedConfig") -> int:
     """Returns the model's context. With 'longrope' it ends where the angles would change with the length
     of the batch.
     """
@@ -118,7 +120,7 @@ def _context_limit(text: PreTrainedConfig) -> int:
     return limit
 
 
-def _sliding_window(text: PreTrainedConfig) -> int | None:
+def _sliding_window(text: "PreTrainedConfig") -> int | None:
     """Returns the window, if any layer uses one."""
     window = getattr(text, "sliding_window", None)
     layer_types = getattr(text, "layer_types", None)

@@ -1,13 +1,15 @@
 """A rank's part of a model's weights: heads and columns of the MLP, split evenly."""
 
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from transformers import PreTrainedConfig, PreTrainedModel
 
 from baton.errors import ConfigError
 from services.engines.pytorch.model.support import TextShape
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig, PreTrainedModel
 
 FIELD = "engine.tensor_parallel_size"
 
@@ -32,7 +34,7 @@ class Shard:
 WHOLE = Shard()
 
 
-def check_divisible(config: PreTrainedConfig, shape: TextShape, size: int) -> None:
+def check_divisible(config: "PreTrainedConfig", shape: TextShape, size: int) -> None:
     """Raises ConfigError, naming the field, if the model cannot be split into `size` equal parts."""
     numbers = {
         "attention heads": shape.query_heads,
@@ -49,7 +51,7 @@ def shape_of_part(shape: TextShape, shard: Shard) -> TextShape:
     return replace(shape, query_heads=shape.query_heads // shard.size, kv_heads=shape.kv_heads // shard.size)
 
 
-def keep_part(module: PreTrainedModel, shard: Shard) -> None:
+def keep_part(module: "PreTrainedModel", shard: Shard) -> None:
     """Replaces the weights of a Llama-like model by the rank's part of them, and frees the others.
 
     Queries, keys, values, gate and up lose rows; output and down lose columns, and their biases on all ranks but 0,

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
@@ -40,7 +40,7 @@ class LibraryRunner:
     """Steps by transformers' own modules, for every supported model and device."""
 
     def __init__(self, model: LoadedModel, cache: KvCache, lora: LoraLayers | None = None) -> None:
-        self.module = model.module
+        self.module: Any = model.module
         self._lora = lora
         self._builder = BatchBuilder(cache, model.shape.query_heads, model.dtype)
         self._masks = MaskThreads()

@@ -10,7 +10,7 @@ from services.engines.kv import KvLayout
 from services.engines.pytorch.config import PyTorchConfig
 from services.engines.pytorch.kernels.paged_ops import PagedOps, TorchOps
 from services.engines.pytorch.lora.layers import LoraLayers
-from services.engines.pytorch.model.fused_model import FusedModel, why_not
+from services.engines.pytorch.model.fused_model import FusedModel, FusedWeights, why_not
 from services.engines.pytorch.model.loading import LoadedModel
 from services.engines.pytorch.parallel.ranks import Ranks
 from services.engines.pytorch.runners.batch import KvCache
@@ -44,7 +44,8 @@ def fused_runner(
     model: LoadedModel, pool: torch.Tensor, sizes: Sizes, ranks: Ranks | None = None, announce: Announce | None = None
 ) -> FusedRunner:
     """Returns the fused runner, of a whole model or of one rank's part. `announce` tells the other ranks each step."""
-    fused = FusedModel(model.module, model.shape, pool, _ops(model.device), ranks)
+    weights = model.fused or FusedWeights.of(model.module, model.shape.max_context_tokens)
+    fused = FusedModel(weights, model.shape, pool, _ops(model.device), ranks)
     return FusedRunner(fused, sizes, model.device, announce)
 
 
@@ -57,7 +58,7 @@ def _obstacle(config: PyTorchConfig, model: LoadedModel) -> str:
         return "they do not compute adapters (engine.lora)"
     if config.speculation is not None:
         return "they do not verify drafts (engine.speculation)"
-    return why_not(model.module.config)
+    return "" if model.fused is not None else why_not(model.module.config)  # type: ignore[arg-type, union-attr]
 
 
 def _ops(device: torch.device) -> PagedOps:

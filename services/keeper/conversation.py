@@ -1,0 +1,69 @@
+"""The keeper's side of its conversation with one worker: what it asks to be kept, and its signs of life."""
+
+import socket
+from collections.abc import Sequence
+
+from runtime.clock import monotonic
+from services.keeper.memory import KeptDescriptors
+from services.keeper.messages import Answer, KeeperLost, Packet, Request, receive, send
+
+
+class Conversation:
+    """Obeys a worker at the other end of `own`. `patience` is the longest time between two beats; None for any."""
+
+    def __init__(self, own: socket.socket, kept: KeptDescriptors, hello: Answer) -> None:
+        self._socket, self._kept, self._hello = own, kept, hello
+        self.patience: float | None = None
+        self._began = self._beat_at = 0.0
+
+    @property
+    def sources(self) -> Sequence[int]:
+        """The descriptor that is readable once the worker has asked something; none after the end."""
+        number = self._socket.fileno()
+        return [] if number < 0 else [number]
+
+    @property
+    def quiet_seconds(self) -> float:
+        """The time since the last beat."""
+        return monotonic() - self._beat_at
+
+    @property
+    def beaten_seconds(self) -> float:
+        """How long it has given signs of life."""
+        return self._beat_at - self._began
+
+    def serve(self) -> None:
+        """Does what the worker asks, and answers."""
+        try:
+            packet = receive(self._socket)
+            try:
+                self._obey(Request(**packet.content), packet)
+            finally:
+                packet.close()
+        except (KeeperLost, TypeError):
+            # It is about to die; or it is no worker of this version, and lives on without its keeper.
+            self.close()
+
+    def close(self) -> None:
+        """Ends the conversation; a worker that is alive takes it for the keeper's end."""
+        self._socket.close()
+        self.patience = None
+
+    def _obey(self, request: Request, packet: Packet) -> None:
+        match request.verb:
+            case "beat":
+                self._beat_at = monotonic()
+            case "watch":
+                self.patience = request.seconds
+                self._began = self._beat_at = monotonic()
+            case "hello":
+                send(self._socket, self._hello)
+            case "get":
+                found = self._kept.get(request.name, request.fingerprint)
+                send(self._socket, Answer(is_kept=bool(found.descriptors), stale=found.stale), found.descriptors)
+            case "put":
+                self._kept.put(request.name, request.fingerprint, packet.pop_descriptors())
+                send(self._socket, Answer(is_kept=True))
+            case "drop":
+                self._kept.drop(request.name)
+                send(self._socket, Answer())

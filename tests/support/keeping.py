@@ -1,0 +1,50 @@
+"""A keeper in this process, for engines that come and go."""
+
+import contextlib
+import select
+import threading
+from collections.abc import Iterator
+
+from services.engines.context import KeptMemory
+from services.keeper.client import KeeperClient
+from services.keeper.conversation import Conversation
+from services.keeper.memory import KeptDescriptors
+from services.keeper.messages import Answer, pair
+
+
+class KeepsHere:
+    """What a keeper holds; each engine gets a client of its own."""
+
+    def __init__(self) -> None:
+        self.kept = KeptDescriptors()
+
+    @contextlib.contextmanager
+    def memory(self, *, weights: bool = False, kv: bool = False) -> Iterator[KeptMemory]:
+        """What an engine is given."""
+        own, end = pair()
+        conversation = Conversation(own, self.kept, Answer())
+        thread = threading.Thread(target=_serve, args=[conversation])
+        thread.start()
+        client = KeeperClient(end)
+        try:
+            yield KeptMemory(client, weights, kv)
+        finally:
+            client.close()
+            thread.join()
+
+
+def _serve(conversation: Conversation) -> None:
+    while conversation.sources:
+        select.select(conversation.sources, [], [])
+        conversation.serve()
+
+
+@contextlib.contextmanager
+def keeper_here() -> Iterator[KeepsHere]:
+    """Frees all at the end."""
+    keeper = KeepsHere()
+    try:
+        yield keeper
+    finally:
+        for name in keeper.kept.names:
+            keeper.kept.drop(name)
