@@ -10,7 +10,7 @@ from baton.connection.channels import MAX_RECEIVE_BYTES
 from baton.errors import ConfigError
 from discovery.config import RegistryConfig
 from discovery.location import LABEL, Location
-from engine_protocol.roles import Role, role_kinds
+from engine_protocol.roles import Role, role_kinds, with_kv
 from media.config import MediaConfig
 from rpc.auth.tls import TlsConfig, TlsSection
 from rpc.server import ConnectionLimits, ServerKind, default_server
@@ -174,7 +174,9 @@ class WorkerConfig(Section):
     def _memory_can_be_kept(self) -> "WorkerConfig":
         if self.keep_memory.is_on and self.server != "http2":
             raise ValueError("keep_memory: needs server=http2, which can listen at a socket that is kept")
-        if self.keep_memory.is_on and (why_not := self.engine.why_not_kept):
+        if self.keep_memory.is_on and not set(self.roles) & with_kv():
+            raise ValueError(f"keep_memory: roles: a worker of {', '.join(self.roles)} has nothing that can be kept")
+        if self.keep_memory.is_on and (why_not := self.engine.why_not_kept(kv=self.keep_memory.kv)):
             raise ValueError(f"keep_memory: {why_not}")
         return self
 

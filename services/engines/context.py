@@ -24,9 +24,9 @@ class EngineConfig(Section):
         """True if this process only computes for the engine of another one, which is the worker."""
         return False
 
-    @property
-    def why_not_kept(self) -> str:
-        """Why nothing of this engine can outlive its process, with the key that says so; empty if it can."""
+    def why_not_kept(self, *, kv: bool) -> str:
+        """Why its weights, or `kv`, cannot outlive its process, with the key that says so; empty if they can."""
+        del kv
         return f"engine.kind: the engine {self.kind} keeps neither weights nor KV"
 
     def max_node_ids(self, roles: Sequence[str]) -> int:

@@ -18,6 +18,12 @@ RETAINED_BLOCKS_EVICTED = Counter(
     "Cached blocks that were evicted before the end of the time for which a request retains them.",
     registry=REGISTRY,
 )
+RECOVERED_BLOCKS = Counter(
+    "baton_kv_recovered_blocks_total",
+    "Blocks of the prefix cache that an earlier process of this worker left in kept memory: used again, or damaged.",
+    ["outcome"],
+    registry=REGISTRY,
+)
 DRAFTED_TOKENS = Counter("baton_drafted_tokens_total", "Tokens that speculation guessed.", registry=REGISTRY)
 ACCEPTED_TOKENS = Counter(
     "baton_accepted_draft_tokens_total", "Guessed tokens that became part of an answer.", registry=REGISTRY

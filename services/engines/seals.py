@@ -13,6 +13,7 @@ from functools import lru_cache
 import numpy as np
 import numpy.typing as npt
 
+from runtime.prefix_hash import HASH_BYTES
 from services.engines.kv import BlockMemory, KvLayout
 
 SEAL_BYTES = 64
@@ -95,6 +96,11 @@ def host_digests(memory: BlockMemory, block_ids: Sequence[int]) -> list[int]:
                 rows = np.pad(rows, ((0, 0), (0, -size % _WORD_BYTES)))
             digests += (rows.view(np.int32).astype(np.int64) @ weights).view(np.uint64).tolist()
     return digests
+
+
+def name_of(seal: bytes) -> bytes:
+    """The name of the block that a seal, which need not be whole, is of."""
+    return seal[:HASH_BYTES]
 
 
 def _self_digest(fields: bytes) -> bytes:

@@ -2,6 +2,7 @@
 
 allocation.py     which request gets free blocks next
 shared_pool.py    a pool that other processes can map
+tensor_file.py    tensors in memory that other processes can map, and nobody can change
 scratch.py        blocks in private memory
 device_memory.py  pools in the memory of a GPU, as transports see them
 """

@@ -168,8 +168,9 @@ class PyTorchConfig(EngineConfig):
     def is_follower(self) -> bool:
         return self.multi_node is not None and self.multi_node.rank > 0
 
-    @property
-    def why_not_kept(self) -> str:
+    def why_not_kept(self, *, kv: bool) -> str:
+        if kv and not self.prefix_cache:
+            return "engine.prefix_cache: false, and it is the prefix cache whose KV is kept"
         if self.device.startswith("cuda"):
             return f"engine.device: {self.device}: memory of a GPU cannot be kept yet"
         if self.tensor_parallel_size > 1:

@@ -2,6 +2,7 @@
 
 import secrets
 import time
+from collections.abc import Sequence
 from contextlib import ExitStack
 
 from baton.errors import BatonError, HandoffLost, InvalidRequest
@@ -56,6 +57,11 @@ class EngineCore:
             self._warm_up()
             self._open_facts(config, began)
             opened.pop_all()
+
+    @property
+    def recovered(self) -> Sequence[bytes]:
+        """The hashes of blocks that an earlier process of the worker has left in the prefix cache."""
+        return [link for link in self._parts.recovered if self._pool.match([link])]
 
     @property
     def exposes_kv(self) -> bool:
@@ -187,10 +193,11 @@ class EngineCore:
         outcome: list[Event] = []
         prompt = Prompt((0,) * min(32, self._parts.limits.max_context_tokens - 1), cache_salt=secrets.token_hex())
         sampling = Sampling(max_tokens=4, temperature=0.0, ignore_eos=True)
-        self.submit(self.new_sequence(prompt, sampling, outcome.append, hold=False))
+        sequence = self.new_sequence(prompt, sampling, outcome.append, hold=False)
+        self.submit(sequence)
         while self.steps.step():
             pass
-        self._pool.clear_cache()
+        self._pool.drop(sequence.chain.upto(sequence.tokens, sequence.computed))
         if self.tiers is not None:
             self.tiers.begin()
         if isinstance(outcome[-1], Failed):

@@ -66,6 +66,8 @@ class PyTorchEngine(Engine):
         stall_detector = StallDetector(self._core.module, self._config.stall_seconds)
         self._loop = EngineLoop(self._core, self._config.threads, stall_detector)
         self._cache_events.loop = self._loop
+        for link in self._core.recovered:
+            self._publisher.stored(link)
         await self._loop.__aenter__()
         interval, patience = self._config.canary_seconds, self._config.canary_patience_seconds
         vocabulary = self._core.vocabulary

@@ -1,20 +1,23 @@
 """The parts that the requests of an engine share: model, block pool with its memory and tiers, and runner."""
 
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 
 import torch
 
+from baton.errors import ConfigError
 from services.engines.context import KeptMemory
 from services.engines.kv import KvLayout
 from services.engines.pytorch.config import PyTorchConfig
 from services.engines.pytorch.kv_cache.blocks import BlockPool, CacheListener
+from services.engines.pytorch.kv_cache.kept_cache import KeptCache, KeptPool
 from services.engines.pytorch.kv_cache.memory import DeviceMemory, HostMemory, open_memory
 from services.engines.pytorch.kv_cache.pool_size import layout_of, num_blocks, step_tokens
 from services.engines.pytorch.kv_cache.tiers.tiers import KvTiers
 from services.engines.pytorch.lora.layers import LoraLayers
 from services.engines.pytorch.model.kept_weights import load_kept
-from services.engines.pytorch.model.loading import LoadedModel, load_model
+from services.engines.pytorch.model.loading import LoadedModel, choose_device, load_model
 from services.engines.pytorch.parallel.followers import Followers
 from services.engines.pytorch.parallel.shards import WHOLE, part_of_pool
 from services.engines.pytorch.runners.fused_runner import Sizes
@@ -36,6 +39,7 @@ class EngineParts:
     tiers: KvTiers | None
     followers: Followers | None
     runner: StepRunner
+    recovered: Sequence[bytes]  # the hashes of blocks that an earlier process has left in the prefix cache
     eos_token_ids: frozenset[int]
 
     def zero(self, blocks: list[int]) -> None:
@@ -66,9 +70,11 @@ def open_parts(
     blocks = num_blocks(config, model, layout)
     blocks = followers.least_blocks(blocks) if followers else blocks
     with ExitStack() as opened:
-        memory = open_memory(layout, blocks, model.device)
+        kept_pool = _kept_pool(config, layout, blocks, kept)
+        memory = open_memory(layout, blocks, model.device, kept_pool.pool if kept_pool else None)
         opened.callback(memory.close)
         pool = BlockPool(blocks, listener, config.retained_share)
+        recovered = _recover(pool, memory, layout, kept_pool)
         tiers = _open_tiers(config, layout, memory.tensor, listener)
         if tiers is not None:
             opened.callback(tiers.close)
@@ -81,13 +87,35 @@ def open_parts(
             runner = _open_split_runner(model, memory, sizes, followers)
         opened.pop_all()
     ids = frozenset(model.eos_token_ids)
-    return EngineParts(model, lora, layout, limits, memory, pool, tiers, followers, runner, ids)
+    return EngineParts(model, lora, layout, limits, memory, pool, tiers, followers, runner, recovered, ids)
 
 
 def _load(config: PyTorchConfig, followers: Followers | None, kept: KeptMemory | None) -> LoadedModel:
+    if kept is not None and (device := choose_device(config)).type != "cpu":
+        raise ConfigError(f"keep_memory: engine.device: memory of {device} cannot be kept yet")
     if kept is None or not kept.weights:
         return load_model(config, followers.shard if followers else WHOLE)
     return load_kept(config, kept.keeper)
+
+
+def _kept_pool(config: PyTorchConfig, layout: KvLayout, num_blocks: int, kept: KeptMemory | None) -> KeptPool | None:
+    if kept is None or not kept.kv:
+        return None
+    return KeptPool.open(kept.keeper, layout, num_blocks, config.execution)
+
+
+def _recover(
+    pool: BlockPool, memory: HostMemory | DeviceMemory, layout: KvLayout, kept: KeptPool | None
+) -> Sequence[bytes]:
+    """Takes over what an earlier process has left, and records from now on. Returns the hashes of what was found."""
+    if kept is None:
+        return ()
+    assert isinstance(memory, HostMemory)
+    cache = KeptCache(kept, memory, layout)
+    contents = cache.recover() if kept.is_found else {}
+    pool.adopt(contents)
+    pool.record_of_cache = cache
+    return tuple(contents.values())
 
 
 def _open_tiers(

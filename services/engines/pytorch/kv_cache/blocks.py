@@ -1,7 +1,7 @@
 """Which blocks of the pool are in use, which are free, and which free ones still contain a known prefix."""
 
 import heapq
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -52,6 +52,16 @@ class LowerTiers(Protocol):
         """Drops blocks that nobody will read again, and reports them. Returns how many were here."""
 
 
+class CacheRecord(Protocol):
+    """A record of the cache that outlives the process."""
+
+    def stored(self, block: int, block_hash: bytes) -> None:
+        """The block is in the cache, and complete."""
+
+    def erased(self, block: int) -> None:
+        """The block is not in the cache any more: its content may change after this."""
+
+
 class BlockPool:
     """Counts references to blocks. A block without references is free; its content stays cached until it is reused.
 
@@ -64,6 +74,7 @@ class BlockPool:
     ) -> None:
         self.total = num_blocks - 1
         self.lower: LowerTiers | None = None
+        self.record_of_cache: CacheRecord | None = None
         self._listener = listener
         self._references = [0] * num_blocks
         self._empty = list(range(1, num_blocks))
@@ -125,6 +136,8 @@ class BlockPool:
             return
         self._hash_of[block] = block_hash
         self._block_of[block_hash] = block
+        if self.record_of_cache is not None:
+            self.record_of_cache.stored(block, block_hash)
         if self.lower is not None:
             self.lower.stored(block_hash)
         self._emit(BlockStored(block_hash))
@@ -154,6 +167,22 @@ class BlockPool:
         links = list(self._sessions.end(key))
         return self._idle.mark_dead(links) + (self.lower.lose(links) if self.lower is not None else 0)
 
+    def adopt(self, contents: Mapping[int, bytes]) -> None:
+        """Takes blocks that have content of an earlier process into the cache, the first to be evicted first."""
+        self._empty = [block for block in self._empty if block not in contents]
+        self._hash_of.update(contents)
+        self._block_of.update((block_hash, block) for block, block_hash in contents.items())
+        for block in contents:
+            self._idle.add(block)
+
+    def drop(self, hashes: Sequence[bytes]) -> None:
+        """Removes the unused blocks of a chain from the cache."""
+        for block in self.match(hashes):
+            if not self._references[block]:
+                self._idle.discard(block)
+                self._forget(block)
+                heapq.heappush(self._empty, block)
+
     def clear_cache(self) -> None:
         """Removes all unused blocks from the cache."""
         while self._idle:
@@ -171,6 +200,7 @@ class BlockPool:
         is_dead = self._idle.has_dead
         block = self._idle.pop()
         block_hash = self._hash_of[block]
+        self._erase(block)
         if not is_dead and self.lower is not None and self.lower.demote(block, block_hash):
             self._idle.forget(block_hash)
             del self._hash_of[block], self._block_of[block_hash]
@@ -181,9 +211,14 @@ class BlockPool:
     def _forget(self, block: int) -> None:
         block_hash = self._hash_of.pop(block, None)
         if block_hash is not None:
+            self._erase(block)
             self._idle.forget(block_hash)
             del self._block_of[block_hash]
             self._emit(BlockRemoved(block_hash))
+
+    def _erase(self, block: int) -> None:
+        if self.record_of_cache is not None:
+            self.record_of_cache.erased(block)
 
     def _emit(self, event: BlockStored | BlockRemoved) -> None:
         if self._listener is not None:

@@ -3,7 +3,7 @@
 import mmap
 import os
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from functools import cache
 
@@ -26,12 +26,18 @@ log = structlog.get_logger(__name__)
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
-def open_memory(layout: KvLayout, num_blocks: int, device: torch.device) -> "HostMemory | DeviceMemory":
+def open_memory(
+    layout: KvLayout, num_blocks: int, device: torch.device, kept: int | None = None
+) -> "HostMemory | DeviceMemory":
     """Allocates zeroed memory for `num_blocks` blocks: a mapped file in host memory, or a tensor on the device.
+
+    `kept` is the descriptor of a file that is there already, which the memory then owns.
 
     Raises DeviceUnavailable if there is no such device.
     """
-    return HostMemory(layout, num_blocks) if device.type == "cpu" else DeviceMemory(layout, num_blocks, device)
+    if device.type == "cpu":
+        return HostMemory(layout, num_blocks, kept)
+    return DeviceMemory(layout, num_blocks, device)
 
 
 def block_shape(layout: KvLayout) -> tuple[int, ...]:
@@ -71,11 +77,11 @@ class HostWriter:
 class HostMemory(BlockMemory):
     """A pool in a file without a name (memfd). Pages are allocated when they are first written."""
 
-    def __init__(self, layout: KvLayout, num_blocks: int) -> None:
+    def __init__(self, layout: KvLayout, num_blocks: int, kept: int | None = None) -> None:
         self._num_blocks = num_blocks
         self._block_bytes = layout.block_bytes
         size = num_blocks * layout.block_bytes
-        self._descriptor = _anonymous_file(size)
+        self._descriptor = anonymous_file(size) if kept is None else kept
         self._mapping = mmap.mmap(self._descriptor, size)
         _prefer_huge_pages(self._mapping)
         flat = torch.frombuffer(self._mapping, dtype=DTYPES[layout.dtype])
@@ -103,6 +109,17 @@ class HostMemory(BlockMemory):
     def write(self, block_ids: Sequence[int]) -> BlockWriter:
         """Returns views of the pool itself."""
         return HostWriter(self._views(block_ids))
+
+    def clear_all_but(self, blocks: Collection[int]) -> None:
+        """Zeroes all other blocks, and frees their memory."""
+        for run in runs([block for block in range(self._num_blocks) if block not in blocks]):
+            start, end = run.first * self._block_bytes, (run.first + run.count) * self._block_bytes
+            # Whole pages are freed; the rest of a page is another block's.
+            first, last = -(-start // mmap.PAGESIZE) * mmap.PAGESIZE, end // mmap.PAGESIZE * mmap.PAGESIZE
+            if first < last:
+                self._mapping.madvise(mmap.MADV_REMOVE, first, last - first)
+            for piece in (slice(start, min(first, end)), slice(max(last, start), end)):
+                self._mapping[piece] = bytes(piece.stop - piece.start)
 
     def close(self) -> None:
         """Closes the file, once. The mapping is freed with its last view."""
@@ -257,7 +274,7 @@ def area_of(tensor: torch.Tensor) -> DeviceArea:
     return DeviceArea(tensor.data_ptr(), tensor.numel() * tensor.itemsize, tensor.device.index or 0)
 
 
-def _anonymous_file(size: int) -> int:
+def anonymous_file(size: int) -> int:
     """Returns the descriptor of a file of zeros without a name; outside Linux that of a deleted temporary file."""
     if hasattr(os, "memfd_create"):
         descriptor = os.memfd_create("baton-kv")

@@ -22,7 +22,7 @@ from services.engines.pytorch.config import PyTorchConfig
 from services.engines.pytorch.kernels.paged_ops import HeadNorms
 from services.engines.pytorch.model import checkpoint
 from services.engines.pytorch.model.fused_model import FusedLayer, FusedWeights, Projection, why_not
-from services.engines.pytorch.model.loading import LoadedModel, choose_device, kind_of, load_model, name_of, read_config
+from services.engines.pytorch.model.loading import LoadedModel, kind_of, load_model, name_of, read_config
 from services.engines.pytorch.model.support import TextShape
 from services.keeper.client import KeeperClient
 
@@ -35,11 +35,8 @@ _VERSION = 1
 def load_kept(config: PyTorchConfig, keeper: KeeperClient) -> LoadedModel:
     """Returns the model on the weights that the keeper holds; loads them, and has them kept, if it has none that fit.
 
-    Raises ConfigError as load_model does, and for a device whose memory cannot be kept.
+    For a CPU. Raises ConfigError as load_model does.
     """
-    device = choose_device(config)
-    if device.type != "cpu":
-        raise ConfigError(f"keep_memory: engine.device: memory of {device} cannot be kept yet")
     wanted = _fingerprint(config)
     kept = keeper.get(_NAME, wanted)
     if kept.descriptors:

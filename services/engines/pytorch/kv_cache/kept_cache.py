@@ -1,0 +1,114 @@
+"""The prefix cache that outlives the process: the pool in kept memory, and beside it the seals of blocks with content.
+
+The order of writes is the protocol, since a killed process leaves a prefix of its writes. A block's seal is written
+after its content is complete, and erased before anything else may be written into the block. A seal that is torn, and
+content that is not what the seal says, count as missing: nothing is trusted because it should have happened.
+"""
+
+import json
+import mmap
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from importlib.metadata import version
+
+import structlog
+
+from services.engines import metrics
+from services.engines.kv import KvLayout
+from services.engines.pytorch.kv_cache.memory import HostMemory, anonymous_file
+from services.engines.seals import SEAL_BYTES, BlockContents, DamagedBlock, Sealer, host_digests, name_of
+from services.keeper.client import KeeperClient
+
+_log = structlog.get_logger(__name__)
+
+_NAME = "kv"
+_VERSION = 1
+_NO_SEAL = bytes(SEAL_BYTES)
+_EPOCH_BYTES = 8
+
+
+@dataclass(frozen=True, slots=True)
+class KeptPool:
+    """The descriptors of a pool and of its seals; `is_found` if another process has left them."""
+
+    pool: int
+    seals: int
+    is_found: bool
+
+    @classmethod
+    def open(cls, keeper: KeeperClient, layout: KvLayout, num_blocks: int, execution: str) -> "KeptPool":
+        """Returns what the keeper holds, if it fits, or new memory that it holds from now on."""
+        form = [_VERSION, layout.digest, num_blocks, execution, version("torch")]
+        fingerprint = json.dumps(form)
+        found = keeper.get(_NAME, fingerprint)
+        if found.descriptors:
+            return cls(*found.descriptors, is_found=True)
+        if found.stale:
+            _log.warning("kept KV does not fit; it was freed", kept=found.stale, wanted=fingerprint)
+        new = cls(
+            anonymous_file(num_blocks * layout.block_bytes), anonymous_file(num_blocks * SEAL_BYTES), is_found=False
+        )
+        os.pwrite(new.seals, os.urandom(_EPOCH_BYTES), 0)
+        keeper.put(_NAME, fingerprint, [new.pool, new.seals])
+        return new
+
+
+class KeptCache:
+    """The seals of a pool. Closes their descriptor; the place of block 0, which has no content, has the epoch."""
+
+    def __init__(self, kept: KeptPool, memory: HostMemory, layout: KvLayout) -> None:
+        self._memory = memory
+        self._block_tokens = layout.block_tokens
+        self._seals = mmap.mmap(kept.seals, memory.num_blocks * SEAL_BYTES)
+        os.close(kept.seals)
+        self._sealer = Sealer(layout, int.from_bytes(self._seals[:_EPOCH_BYTES], "little"))
+
+    def stored(self, block: int, block_hash: bytes) -> None:
+        """Seals a block whose content is complete."""
+        [digest] = host_digests(self._memory, [block])
+        self._write(block, self._sealer.seal(BlockContents(block_hash, self._block_tokens), digest))
+
+    def erased(self, block: int) -> None:
+        """Removes the seal of a block, before its content changes."""
+        self._write(block, _NO_SEAL)
+
+    def recover(self) -> Mapping[int, bytes]:
+        """Returns the blocks with content and their hashes, and frees the memory of all others, with their seals.
+
+        The last blocks come first: they are the ends of prefixes, as far as one can know.
+        """
+        found: dict[int, bytes] = {}
+        known: set[bytes] = set()
+        damaged = 0
+        for block in reversed(range(1, self._memory.num_blocks)):
+            seal = self._seal(block)
+            if seal == _NO_SEAL:
+                continue
+            block_hash = name_of(seal)
+            if block_hash not in known and self._is_whole(block, seal, block_hash):
+                found[block] = block_hash
+                known.add(block_hash)
+            else:
+                damaged += 1
+                self.erased(block)
+        self._memory.clear_all_but(found)
+        metrics.RECOVERED_BLOCKS.labels("used").inc(len(found))
+        metrics.RECOVERED_BLOCKS.labels("damaged").inc(damaged)
+        _log.info("kept KV is used again", blocks=len(found), damaged=damaged)
+        return found
+
+    def _is_whole(self, block: int, seal: bytes, block_hash: bytes) -> bool:
+        [digest] = host_digests(self._memory, [block])
+        try:
+            self._sealer.check(seal, BlockContents(block_hash, self._block_tokens), digest)
+        except DamagedBlock as damage:
+            _log.warning("a kept block is damaged", block=block, differs=str(damage))
+            return False
+        return True
+
+    def _seal(self, block: int) -> bytes:
+        return self._seals[block * SEAL_BYTES : (block + 1) * SEAL_BYTES]
+
+    def _write(self, block: int, seal: bytes) -> None:
+        self._seals[block * SEAL_BYTES : (block + 1) * SEAL_BYTES] = seal

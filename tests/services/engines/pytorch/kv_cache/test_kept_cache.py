@@ -1,0 +1,191 @@
+"""The prefix cache in kept memory: used again by the next engine, and only what is whole."""
+
+import dataclasses
+import json
+import os
+import random
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import aclosing
+from pathlib import Path
+
+import pytest
+from support.cluster.processes import ROOT
+from support.engines.checkpoints import save_llama
+from support.engines.embedded import Checkpoint
+from support.engines.engine_calls import blocks_used, collect, greedy
+from support.keeping import KeepsHere, keeper_here
+
+from services.engines.context import KeptMemory
+from services.engines.kv import KvLayout
+from services.engines.kv_events import KvSnapshot
+from services.engines.prompt import Prompt
+from services.engines.pytorch.engine import PyTorchEngine
+from services.engines.pytorch.kv_cache.kept_cache import KeptCache, KeptPool
+from services.engines.pytorch.kv_cache.memory import HostMemory
+from services.engines.seals import SEAL_BYTES
+
+PROMPT = tuple(range(5, 105))
+LAYOUT = KvLayout("ab" * 32, "float32", 1, 2, 1, 4, 8, 256)
+BLOCKS = 40
+_FULL = os.environ.get("BATON_FAULTS") == "full"
+
+
+@pytest.fixture
+def keeper() -> Iterator[KeepsHere]:
+    with keeper_here() as found:
+        yield found
+
+
+def _engine(checkpoint: Checkpoint, kept: KeptMemory, **options: object) -> PyTorchEngine:
+    return PyTorchEngine(checkpoint.config(**options), kept=kept)
+
+
+async def test_the_next_engine_computes_only_what_was_not_in_a_full_block(
+    checkpoint: Checkpoint, keeper: KeepsHere
+) -> None:
+    with keeper.memory(kv=True) as kept:
+        async with _engine(checkpoint, kept) as engine:
+            first = await collect(engine.decode(Prompt(PROMPT), greedy(20)))
+    with keeper.memory(kv=True) as kept:
+        async with _engine(checkpoint, kept) as engine:
+            again = await collect(engine.decode(Prompt(PROMPT), greedy(20)))
+            # As a router continues an answer whose worker was lost.
+            continued = await collect(engine.decode(Prompt(PROMPT, first.ids[:13]), greedy(20)))
+            assert blocks_used(engine) == 0
+    assert again.ids == first.ids
+    assert again.finished.cached_tokens == 96
+    assert continued.ids == first.ids[13:]
+    assert continued.finished.cached_tokens == 112
+
+
+async def test_routers_are_told_of_the_blocks_that_were_found(llama: Checkpoint, keeper: KeepsHere) -> None:
+    snapshots = []
+    for _ in range(2):
+        with keeper.memory(kv=True) as kept:
+            async with _engine(llama, kept) as engine, aclosing(engine.kv_changes()) as changes:
+                snapshots.append(await anext(changes))
+                await collect(engine.decode(Prompt(PROMPT), greedy(4)))
+    assert isinstance(snapshots[0], KvSnapshot)
+    assert isinstance(snapshots[1], KvSnapshot)
+    assert len(snapshots[0].block_hashes) == 0
+    assert len(snapshots[1].block_hashes) == 6
+
+
+@pytest.mark.parametrize("options", [{"kv_cache_bytes": 32 << 20}, {"block_tokens": 8}])
+async def test_kv_of_another_layout_is_not_used(
+    llama: Checkpoint, keeper: KeepsHere, options: dict[str, object]
+) -> None:
+    cached = []
+    for each in ({}, options, {}):
+        with keeper.memory(kv=True) as kept:
+            async with _engine(llama, kept, **each) as engine:
+                cached.append((await collect(engine.decode(Prompt(PROMPT), greedy(4)))).finished.cached_tokens)
+    assert cached == [0, 0, 0]
+
+
+class _Kept:
+    """A pool of random blocks in kept memory, and its seals, which can be opened again and damaged."""
+
+    def __init__(self) -> None:
+        self.pool, self.seals = os.memfd_create("pool"), os.memfd_create("seals")
+        os.ftruncate(self.pool, BLOCKS * LAYOUT.block_bytes)
+        os.ftruncate(self.seals, BLOCKS * SEAL_BYTES)
+        os.pwrite(self.seals, b"an epoch", 0)
+
+    def open(self) -> tuple[KeptCache, HostMemory]:
+        memory = HostMemory(LAYOUT, BLOCKS, os.dup(self.pool))
+        return KeptCache(KeptPool(self.pool, os.dup(self.seals), is_found=True), memory, LAYOUT), memory
+
+    def fill(self, blocks: Sequence[int]) -> dict[int, bytes]:
+        cache, memory = self.open()
+        for block in range(1, BLOCKS):
+            memory.write([block]).views[0][:] = random.Random(block).randbytes(LAYOUT.block_bytes)
+        names = {block: block.to_bytes(16, "little") for block in blocks}
+        for block, name in names.items():
+            cache.stored(block, name)
+        return names
+
+    def flip(self, file: int, at: int, bit: int) -> None:
+        [byte] = os.pread(file, 1, at)
+        os.pwrite(file, bytes([byte ^ 1 << bit]), at)
+
+
+def test_a_thousand_flipped_bits_are_found() -> None:
+    kept, chosen = _Kept(), random.Random(1)
+    blocks = [*range(1, BLOCKS, 2), 2]
+    names = kept.fill(blocks)
+    assert kept.open()[0].recover() == names
+    for number in range(1000):
+        names = kept.fill(blocks)
+        block, bit = chosen.choice(blocks), chosen.randrange(8)
+        if number % 2:
+            kept.flip(kept.pool, block * LAYOUT.block_bytes + chosen.randrange(LAYOUT.block_bytes), bit)
+        else:
+            kept.flip(kept.seals, block * SEAL_BYTES + chosen.randrange(SEAL_BYTES), bit)
+        del names[block]
+        assert kept.open()[0].recover() == names
+
+
+def test_seals_of_another_epoch_are_not_trusted() -> None:
+    kept = _Kept()
+    kept.fill(range(1, 10))
+    kept.flip(kept.seals, 3, 2)
+    assert not kept.open()[0].recover()
+
+
+def test_a_seal_that_is_torn_is_found() -> None:
+    kept = _Kept()
+    names = kept.fill([3, 4])
+    for size in range(1, SEAL_BYTES):
+        kept.fill([3, 4])
+        # An erasure that has come as far as this, unless what is left was zero before.
+        os.pwrite(kept.seals, bytes(size), 3 * SEAL_BYTES)
+        assert kept.open()[0].recover() == {4: names[4]}
+
+
+def test_one_content_in_two_blocks_is_used_once() -> None:
+    kept = _Kept()
+    kept.fill([])
+    cache, _ = kept.open()
+    cache.stored(3, b"n" * 16)
+    cache.stored(7, b"n" * 16)
+    assert kept.open()[0].recover() == {7: b"n" * 16}
+    assert kept.open()[0].recover() == {7: b"n" * 16}
+
+
+@pytest.mark.parametrize("size", [256, 4096, 6144])
+def test_all_other_blocks_are_zero(size: int) -> None:
+    layout = dataclasses.replace(LAYOUT, block_bytes=size, head_dim=size // 32)
+    memory = HostMemory(layout, BLOCKS)
+    for block in range(BLOCKS):
+        memory.write([block]).views[0][:] = b"\xff" * size
+    memory.clear_all_but({5, 6, 20})
+    for block in range(BLOCKS):
+        expected = b"\xff" if block in (5, 6, 20) else b"\0"
+        assert bytes(memory.read([block])[0]) == expected * size
+
+
+def _kill(folder: Path, *options: str) -> dict[str, object]:
+    command = [sys.executable, "-m", "support.engines.dying_engine", str(save_llama(folder)), *options]
+    paths = {**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'tests'}"}
+    ended = subprocess.run(command, env=paths, capture_output=True, text=True, check=False)
+    assert ended.returncode == 0, ended.stderr[-2000:]
+    report: dict[str, object] = json.loads(ended.stdout.splitlines()[-1])
+    print(report)
+    return report
+
+
+@pytest.mark.timeout(3000 if _FULL else 300)
+@pytest.mark.parametrize("options", [("250" if _FULL else "12",), ("250" if _FULL else "8", "--at-writes")])
+def test_engines_that_are_killed_give_no_wrong_token_and_leak_no_block(tmp_path: Path, options: Sequence[str]) -> None:
+    report = _kill(tmp_path, *options)
+    assert report["kills"] == int(options[0])
+    assert report["wrong"] == 0
+    assert report["problems"] == []
+    assert int(str(report["recovered"])) > 0
+
+
+def test_a_planted_error_of_order_is_found(tmp_path: Path) -> None:
+    assert int(str(_kill(tmp_path, "12", "--broken")["wrong"])) > 0
