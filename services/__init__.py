@@ -8,7 +8,9 @@ parts.py                         what the services of a worker's roles are made 
 worker_engines.py                the engines that the roles need
 identity.py                      id, roles and epoch; the record in the registry
 config.py                        the configuration
+keeping.py                       a worker that has a keeper
 
+keeper/       the process that holds what outlives the worker's, and starts it again
 requests/     calls, prompts and sampling parameters, fault injection
 multimodal/   media of prompts and their embeddings
 moving/       decodes that go on elsewhere, and changes of role

@@ -66,7 +66,9 @@ async def _work(config: WorkerConfig, keeper: KeeperClient | None, stopping: asy
             ready.set()  # it notices `stopping` itself
             await _follow(config, monitor, stopping)
             return
-        async with beating(keeper, stopping), host_worker(config, keeper=keeper) as worker:
+        # Without `keep_memory` a keeper only starts the worker again.
+        holder = keeper if config.keep_memory.is_on else None
+        async with beating(keeper, stopping), host_worker(config, keeper=holder) as worker:
             note_start(keeper, config.keep_memory.hang_seconds)
             exempt_living_objects()
             ready.set()

@@ -1,0 +1,98 @@
+"""Workers that are killed under running streams, with a keeper: the streams go on, on KV that was kept."""
+
+import asyncio
+import os
+import signal
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import ExitStack, asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+import pytest
+from support.clients.generation import Answer, generate, greedy_text
+from support.clients.scraping import scrape
+from support.cluster.processes import Process, process
+from support.cluster.several_processes import until
+from support.servers.etcd import free_port
+
+from baton.inference.v1.inference_service_pb2_grpc import InferenceServiceStub
+from rpc.channels import open_channel
+
+_PROMPTS = [f"Tell me {number} long stories: " + "once upon a time " * number for number in range(1, 7)]
+_TOKENS = 600
+_ENGINE = "engine={kind: pytorch, model: models/demo, execution: fused, threads: 1, kv_cache_bytes: 67108864}"
+_DEATHS = [signal.SIGKILL, signal.SIGSEGV, signal.SIGSTOP]
+
+
+@dataclass(frozen=True, slots=True)
+class Deployment:
+    """A router, and one worker that has a keeper."""
+
+    router: Process
+    keeper: Process
+    metrics: str
+
+    @property
+    def worker(self) -> psutil.Process:
+        """The worker's process, which is the keeper's child."""
+        [child] = psutil.Process(self.keeper.popen.pid).children()
+        return child
+
+    def restarted(self, cause: str) -> bool:
+        try:
+            return scrape(self.metrics).sum("baton_worker_restarts_total", cause=cause) == 1
+        except OSError:
+            return False
+
+
+@pytest.fixture
+def deployment(tmp_path: Path) -> Iterator[Deployment]:
+    shared = [f"registry={{kind: file, folder: {tmp_path / 'registry'}}}", "namespace=test", "drain_seconds=5"]
+    metrics = f"127.0.0.1:{free_port()}"
+    kept = ["keep_memory={weights: true, kv: true, hang_seconds: 3}", f"metrics_listen={metrics}", _ENGINE]
+    patience = ["retry.wait_seconds=120", "openai.listen=''", "announce_seconds=0"]
+    with ExitStack() as stack:
+        keeper = stack.enter_context(process("services", "worker.yaml", [*shared, *kept], tmp_path / "worker.log"))
+        router = stack.enter_context(process("router", "router.yaml", [*shared, *patience], tmp_path / "router.log"))
+        keeper.wait_until_serving()
+        router.wait_until_serving()
+        yield Deployment(router, keeper, metrics)
+        assert keeper.terminate(60) == 0
+
+
+@asynccontextmanager
+async def _calls(deployment: Deployment) -> AsyncIterator[InferenceServiceStub]:
+    async with open_channel(deployment.router.address) as channel:
+        yield InferenceServiceStub(channel)
+
+
+async def _answers(stub: InferenceServiceStub) -> Sequence[Answer]:
+    requests = [greedy_text(prompt, _TOKENS) for prompt in _PROMPTS]
+    for request in requests:
+        request.stopping.ignore_eos = True
+    return await asyncio.gather(*(generate(stub, request) for request in requests))
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("death", _DEATHS, ids=lambda death: death.name)
+async def test_streams_go_on_when_their_worker_dies(deployment: Deployment, death: signal.Signals) -> None:
+    async with _calls(deployment) as stub:
+        expected = await _answers(stub)
+        running = asyncio.create_task(_answers(stub))
+        first = deployment.worker
+        await until(lambda: _is_amid(deployment))
+        os.kill(first.pid, death)
+        again = await running
+        assert [answer.ids for answer in again] == [answer.ids for answer in expected]
+        assert not first.is_running()
+        assert deployment.restarted("hang" if death == signal.SIGSTOP else death.name)
+        found = scrape(deployment.metrics)
+        assert found.sum("baton_kv_recovered_blocks_total", outcome="used") > 0
+        assert found.sum("baton_kv_recovered_blocks_total", outcome="damaged") == 0
+        assert found.sum("baton_prefix_cache_hit_tokens_total") > 0
+        await until(lambda: scrape(deployment.metrics).sum("baton_kv_blocks", state="used") == 0)
+
+
+def _is_amid(deployment: Deployment) -> bool:
+    return scrape(deployment.metrics).sum("baton_worker_running_requests") == len(_PROMPTS)
