@@ -92,7 +92,7 @@ def _places(tensors: Mapping[str, torch.Tensor]) -> tuple[dict[str, _Place], int
 
 
 def _write(descriptor: int, tensor: torch.Tensor, offset: int) -> None:
-    data = memoryview(tensor.detach().contiguous().view(-1).view(torch.uint8).numpy())
+    data: memoryview = tensor.detach().contiguous().view(-1).view(torch.uint8).numpy().data
     done = 0
     while done < len(data):
         done += os.pwrite(descriptor, data[done : done + _PIECE_BYTES], offset + done)

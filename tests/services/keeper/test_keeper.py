@@ -47,7 +47,9 @@ class Run:
 
 @contextlib.contextmanager
 def _keeper(folder: Path, *starts: str) -> Iterator[Run]:
-    program = "import sys; from services.keeper.keeper import Keeper; sys.exit(Keeper(sys.argv[1:]).run())"
+    # Without the long waits after many failures.
+    program = "import sys; from services.keeper import keeper; keeper._LONGEST_WAIT = 0.05; "
+    program += "sys.exit(keeper.Keeper(sys.argv[1:]).run())"
     file = folder / "notes"
     worker = [sys.executable, "-m", "support.kept_program", str(file), *starts]
     paths = {**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'tests'}"}
@@ -140,6 +142,12 @@ def test_what_is_kept_is_freed_if_the_worker_fails_again_and_again(tmp_path: Pat
         kept = [line for line in run.notes.splitlines() if "found" in line]
         assert [line[:10] for line in kept if "['kv of one']" in line] == ["1 found kv", "2 found kv"]
         assert [line[0] for line in kept if "['weights of two']" in line] == list("12345")
+
+
+def test_a_worker_that_fails_ten_times_in_a_row_ends_the_keeper(tmp_path: Path) -> None:
+    with _keeper(tmp_path, "exit:7") as run:
+        assert run.ended() == 7
+        assert run.notes.count("started") == 10
 
 
 def test_a_worker_outlives_no_keeper_unnoticed(tmp_path: Path) -> None:

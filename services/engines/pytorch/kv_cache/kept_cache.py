@@ -43,7 +43,8 @@ class KeptPool:
         fingerprint = json.dumps(form)
         found = keeper.get(_NAME, fingerprint)
         if found.descriptors:
-            return cls(*found.descriptors, is_found=True)
+            pool, seals = found.descriptors
+            return cls(pool, seals, is_found=True)
         if found.stale:
             _log.warning("kept KV does not fit; it was freed", kept=found.stale, wanted=fingerprint)
         new = cls(

@@ -54,13 +54,13 @@ def load_model(config: PyTorchConfig, shard: Shard = WHOLE) -> LoadedModel:
     dtype = choose_dtype(config, device, model_config)
     images = image_rules(model_config, config.model, name_of(dtype))
     attention.register()
-    module: torch.nn.Module = _read_weights(config.model, model_config, dtype)
+    module = _read_weights(config.model, model_config, dtype)
     if shard.size > 1:
         keep_part(module, shard)
         shape = shape_of_part(shape, shard)
     _log.info("language model loaded", parameters=count_parameters(module), device=str(device))
-    module = torch.nn.Module.to(module.requires_grad_(False).train(False), device)
-    return LoadedModel(module, shape, device, dtype, eos_token_ids(config.model, model_config), images, shard)
+    placed = torch.nn.Module.to(module.requires_grad_(False).train(False), device)
+    return LoadedModel(placed, shape, device, dtype, eos_token_ids(config.model, model_config), images, shard)
 
 
 def _read_weights(folder: Path, model_config: "PreTrainedConfig", dtype: torch.dtype) -> "PreTrainedModel":

@@ -58,7 +58,7 @@ def _obstacle(config: PyTorchConfig, model: LoadedModel) -> str:
         return "they do not compute adapters (engine.lora)"
     if config.speculation is not None:
         return "they do not verify drafts (engine.speculation)"
-    return "" if model.fused is not None else why_not(model.module.config)  # type: ignore[arg-type, union-attr]
+    return "" if model.fused is not None else why_not(model.module.config)  # type: ignore[arg-type]
 
 
 def _ops(device: torch.device) -> PagedOps:
