@@ -44,7 +44,7 @@ async def _installation() -> AsyncGenerator[Finding, None]:
 
 
 async def _surroundings(arguments: argparse.Namespace) -> AsyncGenerator[Finding, None]:
-    from cli.credentials import find_credentials
+    from cli.connection import find_credentials
     from cli.local.plan import etcd_binary
     from cli.local.ports import PREFERRED_ROUTER_PORT
     from cli.local.state import StateFolder
