@@ -5,7 +5,7 @@ from typing import Literal
 from pydantic import Field
 
 from discovery.config import RegistryConfig
-from discovery.location import Domain
+from discovery.record import Domain
 from media.config import MediaConfig
 from rpc.auth.access import AuthConfig
 from rpc.auth.tls import TlsConfig, TlsSection

@@ -9,7 +9,7 @@ from pydantic import Field, PlainValidator, field_validator, model_validator
 from baton.connection.channels import MAX_RECEIVE_BYTES
 from baton.errors import ConfigError
 from discovery.config import RegistryConfig
-from discovery.location import LABEL, Location
+from discovery.record import LABEL, Location
 from engine_protocol.roles import Role, role_kinds
 from media.config import MediaConfig
 from rpc.auth.tls import TlsConfig, TlsSection

@@ -7,10 +7,10 @@ import time
 
 from baton.errors import RequestNotFound
 from cli.local.state import StateFolder
+from devtools.trace_viewer.api import open_viewer
 from devtools.trace_viewer.contract import VERSION, Verdict, verify
 from devtools.trace_viewer.reading import ReadTrace, fetch
 from devtools.trace_viewer.store import Bounds
-from devtools.trace_viewer.viewer import open_viewer
 from runtime.logs import configure_logging
 
 

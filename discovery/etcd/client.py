@@ -11,10 +11,20 @@ from typing_extensions import Self
 from baton.errors import BatonError, PermissionDenied, Unavailable
 from baton.etcd.v1 import kv_pb2, lease_pb2, watch_pb2
 from discovery.etcd.config import EtcdConfig
-from discovery.etcd.endpoints import Endpoint, Endpoints
-from discovery.etcd.methods import GRANT, KEEP_ALIVE, PUT, RANGE, REVOKE, TXN, WATCH, Metadata
-from discovery.etcd.token import EtcdToken
-from discovery.etcd.watch_stream import WatchStream
+from discovery.etcd.methods import (
+    GRANT,
+    KEEP_ALIVE,
+    PUT,
+    RANGE,
+    REVOKE,
+    TXN,
+    WATCH,
+    Endpoint,
+    Endpoints,
+    EtcdToken,
+    Metadata,
+)
+from discovery.etcd.watch import WatchStream
 from runtime.clock import monotonic
 
 Response = TypeVar("Response")

@@ -9,9 +9,8 @@ from typing import Any, Generic, NamedTuple, Protocol, TypeVar, runtime_checkabl
 
 from baton.engine.v1 import prompt_pb2
 from baton.inference.v1 import cluster_service_pb2, generate_pb2, lora_pb2, timing_pb2
-from discovery.location import Domain
 from discovery.pairing import can_hand_over
-from discovery.record import BAD_WORDS
+from discovery.record import BAD_WORDS, Domain
 from discovery.registry import WorkerRecord
 from router.routing.known_loras import KnownLoras
 

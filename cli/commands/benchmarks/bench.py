@@ -14,10 +14,9 @@ from cli.outputs import require_writable, write_text
 from devtools.bench.agents import trace_of_sessions
 from devtools.bench.comparison import Comparison, Row
 from devtools.bench.profile import ProfilePlan, Profiler, profile_table
-from devtools.bench.steps import Step
-from devtools.bench.summary import Summary, Targets, summarize
+from devtools.bench.report import Summary, Targets, summarize
 from devtools.bench.traces import BLOCK_TOKENS, generate_trace, read_trace
-from devtools.bench.workload import Planned, Workload, of_trace
+from devtools.bench.workload import Planned, Step, Workload, of_trace
 from runtime.timing_profile import TimingProfile
 
 

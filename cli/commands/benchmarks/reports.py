@@ -9,7 +9,7 @@ from cli.terminal import errors
 from devtools.bench import report
 from devtools.bench.comparison import Comparison, comparison_json, comparison_markdown, comparison_plot
 from devtools.bench.load import Measured
-from devtools.bench.summary import Summary, Targets
+from devtools.bench.report import Summary, Targets
 from devtools.bench.workload import Planned
 
 

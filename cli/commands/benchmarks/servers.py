@@ -12,11 +12,9 @@ from baton.errors import ConfigError, ModelNotFound, Unavailable
 from baton.inference.v1 import generate_pb2
 from cli.commands.benchmarks.reports import Progress
 from cli.connection import connect, find_credentials
-from devtools.bench.load import Load
+from devtools.bench.load import BenchServer, GrpcServer, Load
 from devtools.bench.openai_server import HttpTarget, OpenAIServer
-from devtools.bench.server import BenchServer, GrpcServer
-from devtools.bench.steps import AtOnce, Step, sweep
-from devtools.bench.workload import Images, Lengths, Workload, read_lengths
+from devtools.bench.workload import AtOnce, Images, Lengths, Step, Workload, read_lengths, sweep
 
 
 def workload_of(arguments: argparse.Namespace) -> Workload:
