@@ -13,7 +13,7 @@ from baton import AsyncClient
 from baton.errors import BatonError
 from baton.images import user_message
 from baton.inference.v1 import generate_pb2, sampling_pb2
-from devtools.bench.workload import Planned
+from devtools.bench.workload import Planned, Workload
 from runtime.aio import TaskGroup
 
 
