@@ -11,7 +11,7 @@ from baton.errors import InvalidRequest, Unsupported
 from baton.inference.v1 import media_pb2, timing_pb2
 from media.content import MediaItem
 from media.loader import MediaLoader
-from rpc.interceptors.arrival import arrived_at
+from rpc.interceptors.calls import arrived_at
 from rpc.server import Service
 from runtime.aio import wait_until_done
 from runtime.clock import perf_counter

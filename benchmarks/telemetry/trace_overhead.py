@@ -19,7 +19,7 @@ from devtools.trace_viewer.api import open_viewer
 from devtools.trace_viewer.store import Bounds
 from discovery.record import WorkerRecord
 from router.config import RouterConfig
-from rpc.tracing.config import TracingConfig
+from rpc.tracing.exporter import TracingConfig
 
 
 def run_viewer(pipe: Connection) -> None:

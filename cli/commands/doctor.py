@@ -50,7 +50,7 @@ async def _surroundings(arguments: argparse.Namespace) -> AsyncGenerator[Finding
     from cli.local.state import StateFolder
     from devtools.doctor import host
     from devtools.doctor.cluster import RouterTarget, check_cluster
-    from runtime.gpus import visible_gpus
+    from runtime.machine import visible_gpus
 
     state = StateFolder().read()
     for findings in (

@@ -19,7 +19,7 @@ from baton.errors import ConfigError
 from cli.local.plan import ClusterOptions, ClusterPlan, ProcessPlan, plan
 from cli.local.state import AlreadyRunning, ClusterState, ProcessState, StateFolder
 from runtime.aio import TaskGroup
-from runtime.gpus import VARIABLE
+from runtime.machine import VARIABLE
 
 STOP_SECONDS = 8.0
 FIRST_BACKOFF_SECONDS = 0.5

@@ -4,7 +4,7 @@ traces.py         traces in Mooncake's format: read from a file, or generated
 agents.py         sessions of agents and chats, in a closed loop or as a trace
 workload.py       requests from lengths or from a trace: when each is sent, its prompt and its images
 openai_server.py  any server of OpenAI's API over HTTP
-load.py           sends requests at their times, or so many at once; what they are sent to, and Baton by gRPC
+load.py           sends requests at a rate, or so many at once, to Baton by gRPC or to another server
 profile.py        measures the speed of an idle cluster, point by point
 report.py         the summaries as Markdown, JSON and a plot; percentiles, goodput, hit rate and balance of the answers
 comparison.py     several servers in one run, with their ratios

@@ -1,4 +1,4 @@
-"""Sends requests to a server and measures each answer.
+"""Sends requests to a server, at a rate or so many at once, and measures each answer.
 
 The servers that a load is sent to: a protocol for all, and Baton by gRPC. openai_server.py is any server by HTTP.
 """
@@ -7,13 +7,13 @@ import asyncio
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, TypeAlias
 
 from baton import AsyncClient
 from baton.errors import BatonError
 from baton.images import user_message
 from baton.inference.v1 import generate_pb2, sampling_pb2
-from devtools.bench.workload import Planned
+from devtools.bench.workload import Planned, Workload
 from runtime.aio import TaskGroup
 
 
@@ -165,3 +165,51 @@ class Load:
         )
         self._ended(measured)
         return measured
+
+
+@dataclass(frozen=True, slots=True)
+class AtRate:
+    """So many requests a second, sent at random times."""
+
+    rate: float
+    requests: int
+    seed: int
+
+    @property
+    def name(self) -> str:
+        return f"{self.rate:g}/s"
+
+    def plan(self, workload: Workload) -> list[Planned]:
+        return workload.at_rate(self.rate, self.requests, self.seed)
+
+    async def run(self, load: Load, planned: Sequence[Planned]) -> list[Measured]:
+        return await load.open_loop(planned)
+
+
+@dataclass(frozen=True, slots=True)
+class AtOnce:
+    """So many requests at once: the next one is sent when one has ended."""
+
+    concurrency: int
+    requests: int
+    seed: int
+
+    @property
+    def name(self) -> str:
+        return f"{self.concurrency} at once"
+
+    def plan(self, workload: Workload) -> list[Planned]:
+        return workload.all_at_once(self.requests, self.seed)
+
+    async def run(self, load: Load, planned: Sequence[Planned]) -> list[Measured]:
+        return await load.closed_loop(planned, self.concurrency)
+
+
+Step: TypeAlias = AtRate | AtOnce
+
+
+def sweep(rates: Sequence[float], concurrencies: Sequence[int], requests: int, seed: int) -> list[Step]:
+    """A step for each, from the least. Their seeds differ: equal prompts would be in the prefix caches."""
+    steps: list[Step] = [AtRate(rate, requests, seed + index) for index, rate in enumerate(sorted(rates))]
+    begin = seed + len(steps)
+    return [*steps, *(AtOnce(each, requests, begin + index) for index, each in enumerate(sorted(concurrencies)))]

@@ -1,20 +1,15 @@
-"""The requests of a benchmark: when each is sent, its prompt and images, and the length of its answer.
-
-The steps of a sweep: a rate at which requests come, or a number of them that runs at once.
-"""
+"""The requests of a benchmark: when each is sent, its prompt and images, and the length of its answer."""
 
 import io
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TypeAlias
 
 from PIL import Image
 
 from baton.errors import ConfigError
 from baton.files import read_file
-from devtools.bench.load import Load, Measured
 from devtools.bench.traces import BLOCK_TOKENS, TracedRequest, prompt_ids
 
 # Ids from 0 on that a model of any vocabulary has, without special tokens in those that are common.
@@ -142,51 +137,3 @@ def _picture(source: random.Random, pixels: tuple[int, int]) -> bytes:
     stripes = Image.frombytes("RGB", (8, 8), source.randbytes(8 * 8 * 3))
     stripes.resize((side, side), Image.Resampling.NEAREST).save(file, "PNG")
     return file.getvalue()
-
-
-@dataclass(frozen=True, slots=True)
-class AtRate:
-    """So many requests a second, sent at random times."""
-
-    rate: float
-    requests: int
-    seed: int
-
-    @property
-    def name(self) -> str:
-        return f"{self.rate:g}/s"
-
-    def plan(self, workload: Workload) -> list[Planned]:
-        return workload.at_rate(self.rate, self.requests, self.seed)
-
-    async def run(self, load: Load, planned: Sequence[Planned]) -> list[Measured]:
-        return await load.open_loop(planned)
-
-
-@dataclass(frozen=True, slots=True)
-class AtOnce:
-    """So many requests at once: the next one is sent when one has ended."""
-
-    concurrency: int
-    requests: int
-    seed: int
-
-    @property
-    def name(self) -> str:
-        return f"{self.concurrency} at once"
-
-    def plan(self, workload: Workload) -> list[Planned]:
-        return workload.all_at_once(self.requests, self.seed)
-
-    async def run(self, load: Load, planned: Sequence[Planned]) -> list[Measured]:
-        return await load.closed_loop(planned, self.concurrency)
-
-
-Step: TypeAlias = AtRate | AtOnce
-
-
-def sweep(rates: Sequence[float], concurrencies: Sequence[int], requests: int, seed: int) -> list[Step]:
-    """A step for each, from the least. Their seeds differ: equal prompts would be in the prefix caches."""
-    steps: list[Step] = [AtRate(rate, requests, seed + index) for index, rate in enumerate(sorted(rates))]
-    begin = seed + len(steps)
-    return [*steps, *(AtOnce(each, requests, begin + index) for index, each in enumerate(sorted(concurrencies)))]

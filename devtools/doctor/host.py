@@ -13,7 +13,7 @@ from pathlib import Path
 
 from baton.errors import ConfigError
 from devtools.doctor.finding import Finding, broken, warning, well
-from runtime.network.ports import is_free
+from runtime.network import is_free
 
 MEGABYTE = 2**20
 # Enough for two embedded workers with the demonstration model.

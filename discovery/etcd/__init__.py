@@ -4,8 +4,8 @@
 |---|---|
 | registry | `EtcdRegistry` |
 | registration | a worker's record under a lease; small ids under a lease |
-| watch | the workers of a namespace; one watch on one member |
-| client | the etcd calls, each with a deadline |
+| watch | the workers of a namespace |
+| client | the etcd calls, each with a deadline; one watch on one member |
 | methods | the gRPC methods, the members of the cluster, authentication |
 | config | the settings |
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import structlog
 
-from baton.connection.metadata import RECORD_KEY
+from baton.connection.credentials import RECORD_KEY
 from baton.errors import InvalidRequest
 from baton.inference.v1 import record_pb2
 from router.config import RecordsConfig

@@ -13,10 +13,11 @@ from cli.commands.benchmarks.servers import Target, steps_of, target_of, warm_up
 from cli.outputs import require_writable, write_text
 from devtools.bench.agents import trace_of_sessions
 from devtools.bench.comparison import Comparison, Row
+from devtools.bench.load import Step
 from devtools.bench.profile import ProfilePlan, Profiler, profile_table
 from devtools.bench.report import Summary, Targets, summarize
 from devtools.bench.traces import BLOCK_TOKENS, generate_trace, read_trace
-from devtools.bench.workload import Planned, Step, Workload, of_trace
+from devtools.bench.workload import Planned, Workload, of_trace
 from runtime.timing_profile import TimingProfile
 
 

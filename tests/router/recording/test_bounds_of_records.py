@@ -11,7 +11,7 @@ from support.clients.scraping import since
 from support.cluster.in_process import DECODE, PREFILL
 from support.cluster.recorded import recorded
 
-from baton.connection.metadata import RECORDED
+from baton.connection.credentials import RECORDED
 from baton.errors import RequestNotFound
 from baton.inference.v1 import generate_pb2, record_pb2
 from router.config import RecordsConfig

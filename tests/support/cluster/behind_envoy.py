@@ -16,7 +16,7 @@ from discovery.memory import MemoryRegistry
 from router.config import ProbeConfig, RouterConfig
 from router.server import Router, host_router
 from rpc.channels import open_channel
-from rpc.tracing.config import TracingConfig
+from rpc.tracing.exporter import TracingConfig
 from services.server import host_worker
 
 # Everything shares this process, and the machine with other tests: a late answer means busy, not lost.

@@ -16,7 +16,7 @@ from devtools.trace_viewer import reading
 from devtools.trace_viewer.api import Viewer
 from devtools.trace_viewer.contract import Verdict, verify
 from devtools.trace_viewer.reading import ReadTrace, read
-from rpc.tracing.config import TracingConfig
+from rpc.tracing.exporter import TracingConfig
 from services.config import WorkerConfig
 
 
