@@ -12,6 +12,8 @@ from services.resume.stream import KeptStream
 class StreamReader:
     """Reads a kept stream from `at` on, for one call. A TokenSource of its ids, while it is the stream's reader."""
 
+    __slots__ = ("_at", "_stream", "ready")
+
     def __init__(self, stream: KeptStream, at: int) -> None:
         self.ready: Callable[[], None] = _nothing
         self._stream = stream
@@ -26,7 +28,8 @@ class StreamReader:
     def pull(self) -> tuple[Sequence[int], bool]:
         """The ids since the last time. Raises StreamAdopted once another reader has come."""
         stream, at = self._stream, self._at
-        stream.require(self)
+        if stream.reader is not self:
+            stream.require(self)
         ids = stream.drain()
         self._at = stream.read_tokens = len(stream.ids)
         if at + len(ids) != self._at:
