@@ -39,14 +39,14 @@ class StreamReader:
 
     async def write_to(self, reply: TokenReply) -> None:
         """Writes all that is left of the stream. Raises what ended it, if it failed, and StreamAdopted."""
-        await self._changed(lambda: self._stream.accepted is not None or self._stream.ended.is_set())
+        await self._changed(lambda: self._stream.accepted is not None or self._stream.has_ended)
         if self._stream.accepted is not None:
             await reply.write(self._stream.accepted)
         if self._stream.kept.has_logprobs:
             await self._write_logprobs(reply)
         else:
             await reply.write_from(self, _tokens_response)
-        await self._changed(self._stream.ended.is_set)
+        await self._changed(lambda: self._stream.has_ended)
         if self._stream.finished is None:
             raise _failure(self._stream.error)
         await reply.write(self._stream.finished)

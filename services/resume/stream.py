@@ -17,6 +17,7 @@ from engine_protocol.lane import TokenSource
 from services.engines.answer import Tokens
 from services.requests.prompts import logprob_message, prompt_logprobs_message
 
+_NO_LOGPROBS: deque[bytes] = deque()  # of all streams without them: never changed
 # Of a stream, beside its record and its ids: what its own objects take.
 _OBJECT_BYTES = 1024
 
@@ -69,7 +70,7 @@ class StreamListener(Protocol):
 
 
 class KeptStream:
-    """One kept decode. `ended` is set once its generation has: then it has a `finished`, an `error`, or was settled.
+    """One kept decode. `has_ended` once its generation has: then it has a `finished`, an `error`, or was settled.
 
     `is_over` says that no more ids will come, which may be known before.
     """
@@ -85,9 +86,9 @@ class KeptStream:
         "attachment",
         "attempt",
         "deadline_at",
-        "ended",
         "error",
         "finished",
+        "has_ended",
         "hop",
         "ids",
         "is_over",
@@ -106,11 +107,11 @@ class KeptStream:
         self.accepted: decode_pb2.DecodeResponse | None = None
         self.finished: decode_pb2.DecodeResponse | None = None
         self.error: Exception | None = None
-        self.ended = asyncio.Event()
-        self.is_over = False
+        self.has_ended = self.is_over = False
         self.deadline_at: float | None = None  # of the event loop's clock
         self.prompt_logprobs: generate_pb2.PromptLogprobs | None = None
-        self._logprobs: deque[bytes] = deque()  # of the last ids, serialized
+        # Of the last ids, serialized. An empty deque of its own would take as much as all else here.
+        self._logprobs: deque[bytes] = deque() if kept.has_logprobs else _NO_LOGPROBS
         self._logprobs_size, self._most_logprobs_size = 0, logprob_bytes
         self._source: TokenSource | None = None  # until its end
         self._source_ended: asyncio.Future[None] | None = None
@@ -155,8 +156,8 @@ class KeptStream:
 
     def end(self, error: Exception | None = None) -> None:
         """Notes that its generation has ended; by itself if it has `finished`."""
-        self.error, self._source, self.is_over = error, None, True
-        self.ended.set()
+        self.error, self._source = error, None
+        self.has_ended = self.is_over = True
         self.notify()
 
     def notify(self) -> None:
