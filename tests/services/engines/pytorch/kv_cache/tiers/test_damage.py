@@ -17,8 +17,8 @@ from services.engines.prompt import Prompt
 from services.engines.pytorch.core import EngineCore
 from services.engines.pytorch.engine import PyTorchEngine
 from services.engines.pytorch.kv_cache.tiers import tiers as tiers_module
-from services.engines.pytorch.kv_cache.tiers.rates import Rates
-from services.engines.pytorch.kv_cache.tiers.write_rule import WriteRule
+from services.engines.pytorch.kv_cache.tiers.directory import WriteRule
+from services.engines.pytorch.kv_cache.tiers.jobs import Rates
 
 POOL = 20 * BLOCK_BYTES
 TOKENS = 4
