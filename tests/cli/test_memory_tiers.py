@@ -3,9 +3,11 @@
 import asyncio
 import random
 
+import pytest
 from support.clients.baton_command import Baton
 from support.cluster.in_process import FAST_ROUTER, Bench, bench
 from support.engines.checkpoints import DEMO
+from support.engines.tier_loads import always_loaded
 from support.eventually import PATIENCE_SECONDS
 
 from baton.inference.v1 import cluster_service_pb2, generate_pb2, sampling_pb2
@@ -14,10 +16,13 @@ from runtime.aio import timeout
 from services.config import HandoffConfig, WorkerConfig
 from services.engines.pytorch.config import PyTorchConfig
 
+__all__ = ["always_loaded"]
+
 ROUTER = FAST_ROUTER.model_copy(update={"routing": RoutingConfig(policy="predicted_seconds")})
+TIERS = {"host_bytes": 64 << 20, "load_patience_seconds": 60}
 # A block of the demo is 48 KiB: the pool holds two prompts.
 ENGINE = PyTorchConfig.model_validate(
-    {"model": DEMO, "name": "demo", "threads": 1, "kv_cache_bytes": 2 << 20, "tiers": {"host_bytes": 64 << 20}}
+    {"model": DEMO, "name": "demo", "threads": 1, "kv_cache_bytes": 2 << 20, "tiers": TIERS}
 )
 WORKER = WorkerConfig(
     worker_id="d1", roles=("decode",), engine=ENGINE, handoff=HandoffConfig(lease_seconds=5.0), drain_seconds=0
@@ -41,6 +46,7 @@ async def candidate(running: Bench, seed: int) -> cluster_service_pb2.RouteCandi
     return found
 
 
+@pytest.mark.usefixtures("always_loaded")
 async def test_a_prompt_that_went_to_host_memory_is_explained_loaded_and_counted(baton: Baton) -> None:
     async with bench(WORKER, router=ROUTER) as running:
         first = await running.generate(**request(0))

@@ -258,7 +258,7 @@ async def test_a_decode_that_is_lost_for_good_fails() -> None:
 async def test_a_decode_worker_that_drains() -> None:
     slow = [simulated(name, "decode", decode_step_seconds=0.02) for name in ("d1", "d2")]
     async with traced(PREFILL, *slow) as cluster:
-        task = asyncio.create_task(generated(cluster, prompt="hello", stopping={"max_tokens": 40}))
+        task = asyncio.create_task(generated(cluster, prompt="hello", stopping={"max_tokens": 100}))
         drained = cluster.running.workers[await busy(cluster, "d1", "d2")].drainer
         async with aclosing(drained.drain(0.0)) as stages:
             async for _ in stages:
