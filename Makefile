@@ -244,7 +244,9 @@ lint: $(STUBS) ## Check style, types, import directions and protos
 	@$(BIN)/lint-imports
 	@tools/buf/check.sh
 
-check: lint test test-grpcio ## Everything that CI runs
+check: $(STUBS) ## Everything that CI runs; the lint, of which most is one process, beside the tests on grpcio's server
+	@$(MAKE) --no-print-directory --jobs 2 lint test-grpcio JOBS=1
+	@$(MAKE) --no-print-directory test
 
 test-grpcio: $(STUBS) ## Run the tests of rpc on grpcio's server, too
 	@$(MAKE) --no-print-directory test TESTS="tests/rpc tests/engine_protocol -m 'not slow'" SERVER=grpcio
