@@ -215,6 +215,6 @@ async def test_reading_leaves_no_descriptor_open(folder: Path) -> None:
 
 
 def open_below(folder: Path) -> list[str]:
-    """The descriptors of this process for a folder and its files; others, of earlier tests' connections, come and go."""
+    """The descriptors of this process for a folder and its files: those of earlier tests' connections come and go."""
     links = [os.path.realpath(f"/proc/self/fd/{each}") for each in os.listdir("/proc/self/fd")]
     return [each for each in links if each.startswith(str(folder.resolve()))]
