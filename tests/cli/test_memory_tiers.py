@@ -46,6 +46,19 @@ async def candidate(running: Bench, seed: int) -> cluster_service_pb2.RouteCandi
     return found
 
 
+async def until_below(running: Bench) -> None:
+    """Waits until the router knows the first prompt in the host memory."""
+    try:
+        async with timeout(PATIENCE_SECONDS):
+            while True:
+                found = await candidate(running, 0)
+                if found.host_tokens == found.cached_tokens == 288 and found.load_seconds > 0:
+                    return
+                await asyncio.sleep(0.02)
+    except TimeoutError:
+        raise AssertionError(f"not in host memory: {found}") from None
+
+
 @pytest.mark.usefixtures("always_loaded")
 async def test_a_prompt_that_went_to_host_memory_is_explained_loaded_and_counted(baton: Baton) -> None:
     async with bench(WORKER, router=ROUTER) as running:
@@ -54,13 +67,7 @@ async def test_a_prompt_that_went_to_host_memory_is_explained_loaded_and_counted
         for seed in range(1, 5):
             await running.generate(**request(seed))
 
-        async def is_below() -> bool:
-            found = await candidate(running, 0)
-            return found.host_tokens == 288 and found.cached_tokens == 288 and found.load_seconds > 0
-
-        async with timeout(PATIENCE_SECONDS):
-            while not await is_below():  # noqa: ASYNC110
-                await asyncio.sleep(0.02)
+        await until_below(running)
         again = await running.generate(**request(0))
         assert again.token_ids == first.token_ids
         assert again.finished.usage.cached_tokens == again.finished.usage.host_cached_tokens == 288
