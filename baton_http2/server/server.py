@@ -15,9 +15,8 @@ from baton_http2.security import require_http2
 from baton_http2.server.calls import Calls
 from baton_http2.server.connection import Connection, Connections
 from baton_http2.server.methods import Refuse
-from baton_http2.sockets.accepting import Acceptor
+from baton_http2.sockets.accepting import Acceptor, open_sockets
 from baton_http2.sockets.descriptors import OpenConnections
-from baton_http2.sockets.listening import open_sockets
 from baton_http2.wire.frames import ENHANCE_YOUR_CALM, goaway, settings
 
 # Left to everything but clients, where a server is on its own.
