@@ -21,7 +21,7 @@ from services.config import HandoffConfig
 LONG = pb.GenerateRequest(prompt="hello", request_id="r-1", stopping={"max_tokens": 200})
 # Of requests that are only there to be in the way.
 UNTRACED = (("traceparent", "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-00"),)
-SLOW_PREFILL = simulated("p1", "prefill", prefill_base_seconds=0.6)
+SLOW_PREFILL = simulated("p1", "prefill", prefill_base_seconds=10.0)
 SLOW_DECODE = simulated("d1", "decode", decode_step_seconds=0.01)
 
 
