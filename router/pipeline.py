@@ -196,6 +196,8 @@ async def _aside(is_large: bool, work: Callable[..., Result], *arguments: Any) -
 
 
 def _prompt(token_ids: Sequence[int], cache_salt: str, lora: lora_pb2.LoraAdapter | None) -> prompt_pb2.Prompt:
+    if len(token_ids) <= _MANY_IDS:
+        return prompt_pb2.Prompt(token_ids=token_ids, cache_salt=cache_salt, lora=lora)
     prompt = prompt_pb2.Prompt(cache_salt=cache_salt, lora=lora)
     for piece in in_pieces(token_ids):
         prompt.token_ids.extend(piece)
