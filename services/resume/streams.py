@@ -293,8 +293,9 @@ def attached(stream: KeptStream, request: decode_pb2.AttachRequest) -> decode_pb
         read_tokens=stream.read_tokens,
         is_over=stream.is_over,
     )
-    message.prompt.CopyFrom(kept.prompt)
-    message.sampling.CopyFrom(kept.sampling)
+    if not request.peek:
+        message.prompt.CopyFrom(kept.prompt)
+        message.sampling.CopyFrom(kept.sampling)
     if stream.deadline_at is not None:
         message.remaining.FromNanoseconds(int(max(0.0, stream.deadline_at - loop.time()) * 1e9))
     if kept.has_logprobs and not request.peek:
