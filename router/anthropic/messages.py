@@ -86,6 +86,8 @@ class PromptFields(Fields):
     def set_prompt(self, made: generate_pb2.GenerateRequest) -> Conversation:
         """Sets the conversation, and the part of it to retain. Raises InvalidRequest and Unsupported."""
         made.chat.SetInParent()
+        if not self.messages:
+            raise InvalidRequest.of("messages", "is empty")
         offer_tools(made.chat, self.tools or [], self.tool_choice)
         marks = CacheMarks()
         for index, tool in enumerate(self.tools or []):
@@ -97,7 +99,7 @@ class PromptFields(Fields):
             conversation.add(index, message)
         conversation.set_reasoning()
         marks.add("", self.cache_control, made.chat)
-        if self.messages and self.messages[-1].role == "assistant":
+        if self.messages[-1].role == "assistant":
             raise refuse(f"messages[{len(self.messages) - 1}].role", "an answer that is begun cannot be continued")
         self._set_variables(made.chat)
         marks.set_in(made)

@@ -7,7 +7,7 @@ from pydantic import Field
 
 from baton.inference.v1 import generate_pb2
 from router.anthropic.content import Block
-from router.openai.fields import Fields, json_text
+from router.openai.fields import Fields, OnlyFalse, json_text
 
 
 class ClientTool(Block):
@@ -20,7 +20,7 @@ class ClientTool(Block):
     strict: bool | None = None
     eager_input_streaming: bool | None = None
     allowed_callers: Annotated[list[Literal["direct"]], Field(max_length=1)] | None = None
-    defer_loading: Literal[False] | None = None
+    defer_loading: OnlyFalse | None = None
 
 
 class AutoChoice(Fields):
