@@ -1,6 +1,8 @@
 """Everything that can be wrong with a guide, found without a vocabulary."""
 
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 from llguidance import LLMatcher, LLParserLimits
 
@@ -24,9 +26,26 @@ _LONGEST_ERROR = 500
 
 def check_guide(guide: Guide) -> None:
     """Raises InvalidRequest naming the field, and in a schema the keyword. Slow: call it in a thread."""
-    is_wrong, errors = LLMatcher.validate_grammar_with_warnings(grammar_source(guide), None, limits=PARSER_LIMITS)
+    with panics_refused(guide):
+        is_wrong, errors = LLMatcher.validate_grammar_with_warnings(grammar_source(guide), None, limits=PARSER_LIMITS)
     if is_wrong:
         raise refusal(guide, errors[0] if errors else "cannot be compiled")
+
+
+@contextmanager
+def panics_refused(guide: Guide) -> Iterator[None]:
+    """Makes a refusal of a panic of llguidance, in which some wrong schemas end."""
+    try:
+        yield
+    except BaseException as error:
+        if not is_panic(error):
+            raise
+        raise InvalidRequest.of(guide.field, "cannot be compiled") from None
+
+
+def is_panic(error: BaseException) -> bool:
+    """True for a panic of compiled code, whose class is no Exception and cannot be imported."""
+    return type(error).__name__ == "PanicException"
 
 
 def refusal(guide: Guide, error: str) -> InvalidRequest:

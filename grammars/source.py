@@ -5,7 +5,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 
 from llguidance import LLMatcher
-from llguidance.gbnf_to_lark import GbnfToLarkError, any_to_lark
+from llguidance.gbnf_to_lark import any_to_lark
 
 from baton.errors import InvalidRequest
 from grammars.guide import Guide, GuideKind, Tag, json_text
@@ -104,7 +104,7 @@ def _schema_source(text: str, path: str) -> str:
 def _lark(guide: Guide, special_id: SpecialId) -> str:
     try:
         source = any_to_lark(guide.text)
-    except (GbnfToLarkError, ValueError, IndexError, RecursionError) as error:
+    except Exception as error:  # as it raises for a rule that is missing, or is there twice
         raise InvalidRequest.of(guide.field, f"is not a grammar in GBNF: {error}") from None
     return _LARK_NAMES.sub(lambda found: _by_id(found, special_id), source)
 

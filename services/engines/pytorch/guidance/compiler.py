@@ -10,7 +10,7 @@ import numpy as np
 from llguidance import LLExecutor, LLMatcher
 
 from baton.errors import InvalidRequest
-from grammars.checking import PARSER_LIMITS, refusal
+from grammars.checking import PARSER_LIMITS, panics_refused, refusal
 from grammars.guide import Guide
 from grammars.source import grammar_source
 from grammars.tasks import GrammarThread
@@ -84,7 +84,8 @@ class GrammarCompiler:
         found = self._compiled.get(guide)
         if found is None:
             source = grammar_source(guide, self._vocabulary.special_id)
-            found = LLMatcher(self._vocabulary.tokenizer, source, log_level=0, limits=PARSER_LIMITS)
+            with panics_refused(guide):
+                found = LLMatcher(self._vocabulary.tokenizer, source, log_level=0, limits=PARSER_LIMITS)
             if found.is_error():
                 raise refusal(guide, found.get_error())
             self._compiled[guide] = found
