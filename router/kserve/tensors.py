@@ -142,6 +142,8 @@ def read_inputs(request: pb.ModelInferRequest) -> dict[str, list[bytes]]:
         path = f"inputs.{tensor.name}"
         if tensor.name in found:
             raise InvalidRequest.of(path, "is given twice")
+        if raw and tensor.contents.ByteSize():
+            raise InvalidRequest.of(f"{path}.contents", "is set beside raw_input_contents")
         check_tensor_parameters(path, tensor.parameters)
         if (expected := _TYPES.get(tensor.name, tensor.datatype)) != tensor.datatype:
             raise InvalidRequest.of(path, f"has the type {tensor.datatype!r}; expected {expected}")
