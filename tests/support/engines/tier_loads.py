@@ -2,8 +2,8 @@
 
 import pytest
 
+from services.engines.pytorch.kv_cache.tiers.directory import WriteRule
 from services.engines.pytorch.kv_cache.tiers.jobs import Rates
-from services.engines.pytorch.kv_cache.tiers.write_rule import WriteRule
 
 
 @pytest.fixture
