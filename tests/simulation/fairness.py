@@ -58,7 +58,8 @@ from simulation.world import World
 
 _HOME_SECONDS = 3.0  # until a home lends more than it is told of
 _TENANT = "acme"
-QUOTA = Quota(tokens_per_second=6000.0, requests_per_second=33.0, burst_seconds=1.0, prompt=200)
+QUOTA = Quota(tokens_per_second=2000.0, requests_per_second=11.0, burst_seconds=1.0, prompt=200)  # of each tenant
+_LOADS = {"greedy": 3.0, "modest": 0.9}  # their demand, in quotas
 _APART_SECONDS, _DOWN_SECONDS = 20.0, 6.0
 _WARM_SECONDS = 10.0
 
@@ -104,7 +105,7 @@ class FairWorld(World):
                 requests_per_second=wanted.requests_per_second,
                 burst_seconds=wanted.burst_seconds,
             )
-            quotas = QuotasConfig(tenants={_TENANT: quota})
+            quotas = QuotasConfig(tenants=dict.fromkeys(_LOADS, quota))
         config = RouterConfig(
             router_id=node.name,
             listen=f"{node.ip}:7070",
@@ -228,8 +229,8 @@ def measure_shapes(bars: Bars, options: argparse.Namespace) -> None:
 
 def measure_late(bars: Bars, options: argparse.Namespace) -> None:
     begins = options.seconds or 300.0
-    tenants = {"early": Load(17.0, answer=10), "late": Load(17.0, answer=10, begins=begins)}
-    got = in_world(Setting(), partial(FairWorld.send, loads=tenants, seconds=begins + 41))
+    tenants = {"early": Load(8.5, answer=10), "late": Load(8.5, answer=10, begins=begins)}
+    got = in_world(Setting(places=8), partial(FairWorld.send, loads=tenants, seconds=begins + 41))
     check_late(bars, got["early"], got["late"], begins, "weighted", has_bar=True)
 
 
@@ -263,36 +264,39 @@ async def _at_once(world: FairWorld) -> tuple[int, float, list[str]]:
 
 
 def measure_places(bars: Bars, options: argparse.Namespace) -> None:
-    del options
     for routers in (2, 8):
-        for seed in range(3):
-            setting = Setting(routers=routers, prefills=2, places=8, step_seconds=0.05)
-            most, used, codes = in_world(setting, _at_once, seed)
-            name = f"{routers} routers, 200 requests in one moment, seed {seed}"
-            print(f"{name}: {codes.count('OK')} answers; {used:.3f} of the places were in use while many waited")
-            bars.check(f"{name}: requests at a worker of 8 places", most, most=8)
+        setting = Setting(routers=routers, prefills=2, places=8, step_seconds=0.05)
+        most, used, codes = in_world(setting, _at_once, options.seed)
+        name = f"{routers} routers, 200 requests in one moment"
+        print(f"{name}: {codes.count('OK')} answers; {used:.3f} of the places were in use while many waited")
+        bars.check(f"{name}: requests at a worker of 8 places", most, most=8)
 
 
 # Quotas.
 
 
-async def _demand(world: FairWorld, quota: Quota, load: float, seconds: float, what: str) -> Uses:
-    uses, began, down = Uses(), Time.now, set[str]()
-    demand, due, names = Demand(quota, load, world.plan.seed), Time.now, world.plan.fleet.router_names
+async def _demands(world: FairWorld, seconds: float, what: str) -> dict[str, Uses]:
+    uses, down = {tenant: Uses() for tenant in _LOADS}, set[str]()
     disturbing = asyncio.ensure_future(_disturb(world, what, down))
-    while due < began + _WARM_SECONDS + seconds:
-        due += demand.spacing
-        await asyncio.sleep(max(0.0, due - Time.now))
-        name = demand.choose(Time.now - began, [one for one in names if one not in down])
-        asyncio.ensure_future(_use(world, name, quota, uses, began))  # noqa: RUF006  # the loop's graveyard keeps it
+    await asyncio.gather(*(_demand(world, tenant, seconds, down, uses[tenant]) for tenant in _LOADS))
     disturbing.cancel()
     await asyncio.sleep(2.0)
     return uses
 
 
-async def _use(world: FairWorld, router: str, quota: Quota, uses: Uses, began: float) -> None:
+async def _demand(world: FairWorld, tenant: str, seconds: float, down: set[str], uses: Uses) -> None:
+    began = due = Time.now
+    demand, names = Demand(QUOTA, _LOADS[tenant], world.plan.seed), world.plan.fleet.router_names
+    while due < began + _WARM_SECONDS + seconds:
+        due += demand.spacing
+        await asyncio.sleep(max(0.0, due - Time.now))
+        name = demand.choose(Time.now - began, [one for one in names if one not in down])
+        world.nodes[CLIENTS[0]].spawn(_use(world, name, tenant, uses, began))
+
+
+async def _use(world: FairWorld, router: str, tenant: str, uses: Uses, began: float) -> None:
     sent, answered = Time.now, list[float]()
-    code = await world.ask(router, _TENANT, Sent(0.0, quota.prompt, 1), lambda _: answered.append(Time.now))
+    code = await world.ask(router, tenant, Sent(0.0, QUOTA.prompt, 1), lambda _: answered.append(Time.now))
     if answered:
         uses.passed.append((sent - began, answered[0] - began))
     elif code == "RESOURCE_EXHAUSTED":
@@ -325,12 +329,14 @@ async def _disturb(world: FairWorld, what: str, down: set[str]) -> None:
 
 
 def measure_quota(bars: Bars, options: argparse.Namespace, what: str = "") -> None:
-    seconds = options.seconds or 160.0
-    for load in (3.0, 0.9):
-        body = partial(_demand, quota=QUOTA, load=load, seconds=seconds, what=what)
-        setting = Setting(routers=ROUTERS, prefills=1, quota=QUOTA, fairness="none")
-        uses = in_world(setting, body, options.seed)
-        check_quota(bars, QUOTA, uses, load, (_WARM_SECONDS, _WARM_SECONDS + seconds), what or "moving demand")
+    seconds = options.seconds or 140.0
+    setting = Setting(routers=ROUTERS, prefills=1, quota=QUOTA, fairness="none")
+    uses = in_world(setting, partial(_demands, seconds=seconds, what=what), options.seed)
+    for tenant, load in _LOADS.items():
+        demand = (load, _WARM_SECONDS, _WARM_SECONDS + seconds)
+        # A router that is cut off has its part alone.
+        least = 0.5 if what == "away" else 0.98
+        check_quota(bars, QUOTA, uses[tenant], demand, what or "moving demand", least)
 
 
 MEASUREMENTS: dict[str, Callable[[Bars, argparse.Namespace], None]] = {
@@ -353,7 +359,7 @@ def main() -> None:
     )
     parser.add_argument("what", nargs="*", choices=[[], *MEASUREMENTS], metavar="NAME", help="all if none is given")
     parser.add_argument("--seconds", type=float, default=0.0, help="virtual ones; else as many as the bars need")
-    parser.add_argument("--seed", type=int, default=1, help="of the world of a quota")
+    parser.add_argument("--seed", type=int, default=1, help="of the world of a quota or of places")
     options, bars = parser.parse_args(), Bars()
     for name in options.what or MEASUREMENTS:
         MEASUREMENTS[name](bars, options)
