@@ -5,12 +5,12 @@ from typing import Literal
 from pydantic import Field
 
 from discovery.config import RegistryConfig
-from discovery.location import Domain
+from discovery.record import Domain
 from media.config import MediaConfig
 from rpc.auth.access import AuthConfig
 from rpc.auth.tls import TlsConfig, TlsSection
 from rpc.server import ConnectionLimits, ServerKind, default_server
-from rpc.tracing.config import TracingConfig
+from rpc.tracing.exporter import TracingConfig
 from runtime.config import Section
 from runtime.entropy import token_hex
 from runtime.logs import LogConfig

@@ -8,7 +8,7 @@ from typing import Any
 
 import structlog
 
-from baton.connection.metadata import PRIORITY_KEY, TENANT_KEY
+from baton.connection.credentials import PRIORITY_KEY, TENANT_KEY
 from baton.errors import DeadlineExceeded, InvalidRequest, PermissionDenied, RequestExists, RequestNotFound
 from baton.inference.v1 import generate_pb2
 from engine_protocol.fault_injection import FAULT_KEY, Fault, RouterPoint, parse
@@ -21,7 +21,7 @@ from router.resume.keep import Keep, keep_seconds
 from router.telemetry.stats import RequestStats
 from router.telemetry.timings import Timings
 from rpc.auth.caller import Caller, current_caller
-from rpc.interceptors.arrival import arrived_at, message_bytes
+from rpc.interceptors.calls import arrived_at, message_bytes
 from rpc.metadata import ATTEMPT_KEY, REQUEST_KEY, remaining_seconds, was_left_at_its_deadline
 from runtime.clock import monotonic
 from runtime.entropy import token_hex

@@ -10,7 +10,6 @@ import gc
 import os
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
-from pathlib import Path
 from typing import Final
 
 from runtime.clock import monotonic, perf_counter
@@ -31,7 +30,7 @@ _MUCH_GROWN_BYTES: Final = 256 * 2**20
 _LOOK_SECONDS: Final = 1.0
 # Of a collection, for each object that it looks at; measured by the collections.
 _OBJECT_SECONDS: Final = 1e-7
-_STATM: Final = Path("/proc/self/statm")
+_STATM: Final = "/proc/self/statm"
 _PAGE_BYTES: Final = os.sysconf("SC_PAGE_SIZE")
 # Options of mallopt, and what is large: not what streams of tokens send.
 _M_TRIM_THRESHOLD: Final = -1
@@ -122,6 +121,11 @@ def return_large_memory() -> None:
 def resident_bytes() -> int:
     """The memory of this process; 0 where the system does not tell."""
     try:
-        return int(_STATM.read_text().split()[1]) * _PAGE_BYTES
+        # Without a file object, which would take 150 us each second.
+        file = os.open(_STATM, os.O_RDONLY)
     except OSError:
         return 0
+    try:
+        return int(os.read(file, 128).split()[1]) * _PAGE_BYTES
+    finally:
+        os.close(file)

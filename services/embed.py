@@ -12,7 +12,7 @@ from baton.engine.v1 import embed_pb2, embed_pb2_grpc
 from baton.errors import EngineFailed, InvalidRequest
 from baton.inference.v1 import embed_pb2 as inference_pb2
 from baton.inference.v1 import generate_pb2, timing_pb2
-from rpc.interceptors.arrival import arrived_at
+from rpc.interceptors.calls import arrived_at
 from rpc.server import Service
 from rpc.violations import Violations
 from runtime.clock import perf_counter

@@ -9,9 +9,9 @@ from typing import Any
 from baton.engine.v1 import encode_pb2, encode_pb2_grpc
 from baton.errors import InvalidRequest, Unsupported
 from baton.inference.v1 import media_pb2, timing_pb2
-from media.item import MediaItem
+from media.content import MediaItem
 from media.loader import MediaLoader
-from rpc.interceptors.arrival import arrived_at
+from rpc.interceptors.calls import arrived_at
 from rpc.server import Service
 from runtime.aio import wait_until_done
 from runtime.clock import perf_counter

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from grpc import aio
 
-from baton.connection.metadata import TENANT_KEY
+from baton.connection.credentials import TENANT_KEY
 from baton.inference.v1 import generate_pb2, inference_service_pb2_grpc
 from benchmarks.fairness.loads import Got, Load, Sent, requests_of
 from benchmarks.processes import child, received, run_process, until_told

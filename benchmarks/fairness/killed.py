@@ -16,7 +16,7 @@ from pathlib import Path
 import grpc
 from grpc import aio
 
-from baton.connection.metadata import TENANT_KEY
+from baton.connection.credentials import TENANT_KEY
 from baton.inference.v1 import generate_pb2, inference_service_pb2_grpc
 from benchmarks.fairness.fleet import Engines, router_config, run_router, run_workers
 from benchmarks.fairness.loads import Bars

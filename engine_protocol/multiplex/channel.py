@@ -22,7 +22,7 @@ from engine_protocol.multiplex.peer_stream import OpenStream, PeerStream, WriteN
 from engine_protocol.multiplex.replies import MultiplexedCall
 from engine_protocol.multiplex.running_calls import RunningCalls
 from engine_protocol.multiplex.separate_call import SeparateCall, StreamingCall
-from rpc.tracing.channel import TracedChannel
+from rpc.channels import TracedChannel
 from runtime.aio import wait_until_done
 
 # A larger request is a call of its own, so that others do not wait behind it.

@@ -22,7 +22,7 @@ from router.kserve.tensors import EMBEDDING, add_usage, check_version, generate_
 from router.request_path import RequestPath
 from router.stream.collector import UnaryCollector
 from router.workers.offer import model_message
-from rpc.interceptors.arrival import record_arrival, record_size
+from rpc.interceptors.calls import record_arrival, record_size
 from rpc.interceptors.counting import count_fields
 from runtime.aio import TaskGroup
 

@@ -9,7 +9,7 @@ from baton.engine.v1 import encode_pb2
 from baton.errors import BatonError
 from engine_protocol import leases as remote
 from router.workers.handle import WorkerHandle
-from rpc.best_effort import best_effort
+from rpc.channels import best_effort
 
 log = structlog.get_logger(__name__)
 

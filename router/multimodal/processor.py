@@ -4,7 +4,7 @@ import asyncio
 from collections.abc import Sequence
 
 from baton.engine.v1 import prompt_pb2
-from media.item import MediaItem
+from media.content import MediaItem
 from media.loader import MediaLoader
 from router.context import RequestContext
 from router.multimodal.encode import Embedder, LoadedMedia

@@ -19,6 +19,7 @@ from opentelemetry.trace import SpanKind
 from baton.errors import BatonError
 from baton.inference.v1 import generate_pb2
 from baton_http2.input_budget import InputBudget
+from baton_http2.server.methods import Behaviour
 from router.drawing.options import find_model
 from router.drawing.pipeline import DrawingPipeline
 from router.openai import embeddings
@@ -54,11 +55,8 @@ from router.stream.collector import UnaryCollector
 from router.text import request_input
 from router.text_limits import LongestTexts
 from rpc.auth.access import Access
-from rpc.interceptors.arrival import record_arrival
-from rpc.interceptors.authorizing import authorize
-from rpc.interceptors.behaviour import Behaviour
+from rpc.interceptors.calls import RunningCalls, authorize, record_arrival
 from rpc.interceptors.logging import log_call
-from rpc.interceptors.running import RunningCalls
 from rpc.status import code_of
 from rpc.tracing.propagation import read_context
 from rpc.tracing.span import entered

@@ -19,7 +19,7 @@ from rpc.timeouts import CLEANUP_SECONDS
 from runtime.aio import TaskGroup, timeout, ungrouped
 from runtime.metrics import REGISTRY
 from runtime.monitor import Report, serve_monitor, status
-from runtime.network.listening import reserved_port
+from runtime.network import reserved_port
 
 log = structlog.get_logger(__name__)
 

@@ -18,7 +18,7 @@ from router.workers.calls import AdoptedDecode
 from router.workers.cluster import Cluster
 from router.workers.handle import WorkerHandle
 from rpc.auth.caller import current_caller
-from rpc.best_effort import best_effort
+from rpc.channels import best_effort
 from runtime.aio import gather_or_cancel, timeout
 
 # A worker that has an answer, and does not tell of it in this time, is not waited for.

@@ -35,7 +35,7 @@ from router.telemetry.stats import RequestStats
 from router.telemetry.timings import Timings
 from router.text.served_model import ServedModel
 from rpc.auth.caller import current_caller
-from rpc.interceptors.arrival import arrived_at
+from rpc.interceptors.calls import arrived_at
 from rpc.metadata import remaining_seconds
 from runtime.aio import gather_or_cancel
 

@@ -9,9 +9,8 @@ from typing import Any, Generic, NamedTuple, Protocol, TypeVar, runtime_checkabl
 
 from baton.engine.v1 import prompt_pb2
 from baton.inference.v1 import cluster_service_pb2, generate_pb2, lora_pb2, timing_pb2
-from discovery.location import Domain
 from discovery.pairing import can_hand_over
-from discovery.record import BAD_WORDS
+from discovery.record import BAD_WORDS, Domain
 from discovery.registry import WorkerRecord
 from router.routing.known_loras import KnownLoras
 
@@ -244,6 +243,9 @@ class Progress(Protocol):
     def borrowed(self, tokens: int, seconds: float) -> None:
         """So many tokens of the prompt, perhaps none, came from the prediction's peer after so many seconds."""
 
+    def peer_has_none(self) -> None:
+        """The prediction's peer was asked, and has nothing of what it was expected to have."""
+
     def accepted(self, timings: Iterable[timing_pb2.StageTiming]) -> None:
         """The decode worker has taken the KV over."""
 
@@ -261,6 +263,9 @@ class IgnoredProgress:
         """No-op (Progress)."""
 
     def borrowed(self, tokens: int, seconds: float) -> None:
+        """No-op (Progress)."""
+
+    def peer_has_none(self) -> None:
         """No-op (Progress)."""
 
     def accepted(self, timings: Iterable[timing_pb2.StageTiming]) -> None:

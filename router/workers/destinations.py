@@ -10,7 +10,7 @@ from discovery.record import ALLOCATES_FIRST
 from engine_protocol.leases import SHORTEST_SECONDS, RemoteLease, renew
 from router.routing.policy import Placement
 from router.workers.handle import WorkerHandle
-from rpc.best_effort import best_effort
+from rpc.channels import best_effort
 from runtime.aio import run_with_background
 
 Result = TypeVar("Result")

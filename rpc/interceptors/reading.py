@@ -17,8 +17,8 @@ from grpc import aio
 
 from baton.errors import BatonError, InvalidRequest, Unsupported
 from baton_http2.input_budget import claim_hold
-from rpc.interceptors.arrival import record_size
-from rpc.interceptors.behaviour import Behaviour, Context
+from baton_http2.server.methods import Behaviour, Context
+from rpc.interceptors.calls import record_size
 from rpc.interceptors.counting import TextLimits, count_fields
 from rpc.interceptors.wire import find_fault
 

@@ -10,7 +10,7 @@ from support.memory import peak_memory
 
 from baton.errors import BatonError, FieldViolation, InvalidRequest, PermissionDenied, Unsupported
 from media.config import FetchConfig, MediaConfig
-from media.item import CheckedMedia, MediaItem
+from media.content import CheckedMedia, MediaItem
 from media.loader import MediaLoader
 from media.sources import files
 

@@ -27,7 +27,7 @@ from typing import Any
 
 from grpc import aio
 
-from baton.connection.metadata import TENANT_KEY
+from baton.connection.credentials import TENANT_KEY
 from baton.inference.v1 import generate_pb2 as pb
 from baton.inference.v1 import inference_service_pb2_grpc
 from benchmarks.fairness.loads import (

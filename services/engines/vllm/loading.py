@@ -13,7 +13,7 @@ from typing import Any
 import structlog
 
 from baton.errors import ConfigError, EngineFailed
-from runtime.daemon_call import daemon_call
+from runtime.threads import daemon_call
 from services.engines.external.argument_places import MergedArguments
 from services.engines.lora.options import LoraOptions
 from services.engines.vllm.config import VllmArguments, VllmConfig

@@ -11,7 +11,7 @@ from support.clock import ManualClock
 from support.cluster.in_process import FAST_ROUTER, simulated
 from support.eventually import eventually
 
-from baton.connection.metadata import TENANT_KEY
+from baton.connection.credentials import TENANT_KEY
 from baton.inference.v1 import cluster_service_pb2, cluster_service_pb2_grpc, generate_pb2, inference_service_pb2_grpc
 from discovery.memory import MemoryRegistry
 from router.admission.claimed import IDLE_SECONDS, OTHERS, ClaimedNames

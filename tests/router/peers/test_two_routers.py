@@ -14,7 +14,7 @@ from support.cluster.in_process import FAST_ROUTER, simulated
 from support.eventually import eventually
 
 from baton.calls import unary
-from baton.connection.metadata import TENANT_KEY
+from baton.connection.credentials import TENANT_KEY
 from baton.engine.v1 import peer_pb2, peer_pb2_grpc
 from baton.errors import QuotaExceeded
 from baton.inference.v1 import cluster_service_pb2, cluster_service_pb2_grpc, generate_pb2, inference_service_pb2_grpc

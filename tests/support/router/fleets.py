@@ -8,8 +8,7 @@ from support.router.measured_workers import StaticFleet, measured
 
 from baton.engine.v1 import peer_pb2
 from baton.errors import Unavailable
-from discovery.location import Location
-from discovery.record import WorkerRecord
+from discovery.record import Location, WorkerRecord
 from router.admission.controller import AdmissionController
 from router.admission.quotas import Quotas
 from router.config import AdmissionConfig, Fairness, QuotasConfig

@@ -10,9 +10,8 @@ import numpy as np
 from llguidance import LLExecutor, LLMatcher
 
 from baton.errors import InvalidRequest
-from grammars.checking import PARSER_LIMITS, refusal
 from grammars.guide import Guide
-from grammars.source import grammar_source
+from grammars.source import PARSER_LIMITS, grammar_source, refusal
 from grammars.tasks import GrammarThread
 from services.engines.pytorch.guidance.guidance import Guidance, unfollowed
 from services.engines.pytorch.guidance.vocabulary import GrammarVocabulary

@@ -6,9 +6,8 @@ from functools import partial
 from typing import Any
 
 from baton.errors import Unsupported
-from grammars.checking import check_guide
 from grammars.guide import Guide, GuideKind
-from grammars.source import lark_source, may_spell_any, schema_source, unforced_source
+from grammars.source import check_guide, lark_source, may_spell_any, schema_source, unforced_source
 from grammars.tasks import GrammarThread
 from services.engines.prompt import Sampling
 

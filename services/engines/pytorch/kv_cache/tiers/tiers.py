@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import structlog
 import torch
 
-from runtime.available_memory import available_bytes
+from runtime.machine import available_bytes
 from services.engines import metrics
 from services.engines.base import MemoryTiers
 from services.engines.kv import KvLayout

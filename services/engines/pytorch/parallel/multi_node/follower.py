@@ -13,7 +13,7 @@ import torch
 
 from baton.errors import EngineFailed
 from runtime.aio import timeout, wait_until_done
-from runtime.daemon_call import daemon_call
+from runtime.threads import daemon_call
 from services.engines import metrics
 from services.engines.context import RankProgress
 from services.engines.pytorch.config import MultiNodeOptions, PyTorchConfig

@@ -11,10 +11,9 @@ from baton import AsyncClient
 from baton.errors import InvalidRequest
 from cli.arguments.cluster import other_roles
 from cli.local.lifecycle import start, stop
-from cli.local.logs import last_lines
 from cli.local.plan import ClusterOptions, gpu_warning, has_vision, model_folder
 from cli.local.readiness import Readiness, StartFailed, answers
-from cli.local.state import ClusterState, StateFolder
+from cli.local.state import ClusterState, StateFolder, last_lines
 from cli.terminal import output
 from runtime.aio import timeout
 
@@ -23,7 +22,7 @@ READY_SECONDS = 900.0
 LINES_OF_FAILURE = 25
 
 
-async def run(arguments: argparse.Namespace) -> int:
+async def start_cluster(arguments: argparse.Namespace) -> int:
     """Starts a cluster unless one is running. With other options it changes nothing and asks for `baton down`."""
     options = cluster_options(arguments)
     folder = StateFolder()

@@ -1,11 +1,16 @@
-"""Addresses of a configuration to listen at, and ports that the processes of one server share."""
+"""Addresses of a configuration to listen at, and ports that the processes of one server share.
 
+Checks of addresses: is something listening there, could a server?
+"""
+
+import asyncio
 import socket
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 
 from baton.errors import ConfigError
-from baton_http2.sockets.listening import open_sockets
+from baton_http2.sockets.accepting import open_sockets
+from runtime.aio import timeout
 
 
 def split_address(listen: str, key: str) -> tuple[str, int]:
@@ -34,3 +39,30 @@ def reserved_port(listen: str, key: str) -> Iterator[str]:
             # Only now: bound with it, the port could be one that another server shares.
             each.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
         yield f"{listen.rpartition(':')[0]}:{sockets[0].getsockname()[1]}"
+
+
+_CONNECT_SECONDS = 1.0
+
+
+async def is_listening(address: str) -> bool:
+    """True if a connection to `host:port` is accepted within a second."""
+    host, _, port = address.rpartition(":")
+    try:
+        async with timeout(_CONNECT_SECONDS):
+            _, writer = await asyncio.open_connection(host, int(port))
+    except (OSError, asyncio.TimeoutError):
+        return False
+    writer.close()
+    return True
+
+
+def is_free(port: int) -> bool:
+    """True if a server could listen at this port of 127.0.0.1."""
+    with socket.socket() as probe:
+        # As servers do: connections that linger from an earlier server do not matter.
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(("127.0.0.1", port))
+        except OSError:
+            return False
+    return True
