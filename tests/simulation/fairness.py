@@ -6,7 +6,7 @@
     throughput  the work of `weighted` by that of `none`, of the same requests
     places      requests at several routers in one moment, before a worker with a few places
     quota       a quota of eight routers under a demand that moves between them, three times and 0.9 times as much
-    killed      the same, while a router is killed every 20 s
+    killed      the same, while a router is killed every 20 s, each fourth time the home of a quota
     away        the same, while the home of the quota cannot be reached by one router, or by none
 
 The routers, the workers and their calls are the product's; time, network and registry are the world's. The exit code is
@@ -43,6 +43,7 @@ from benchmarks.fairness.loads import (
     total,
 )
 from benchmarks.fairness.quotas import ROUTERS, Demand, Quota, Uses, check_quota
+from router.admission.ledger import THIS_ROUTER
 from router.config import AdmissionConfig, Fairness, ProbeConfig, QuotaConfig, QuotasConfig, RouterConfig
 from router.server import host_router
 from services.config import WorkerConfig
@@ -58,7 +59,7 @@ from simulation.world import World
 
 _HOME_SECONDS = 3.0  # until a home lends more than it is told of
 _TENANT = "acme"
-QUOTA = Quota(tokens_per_second=2000.0, requests_per_second=11.0, burst_seconds=1.0, prompt=200)  # of each tenant
+QUOTA = Quota(tokens_per_second=2000.0, requests_per_second=40.0, burst_seconds=1.0, prompt=200)  # of each tenant
 _LOADS = {"greedy": 3.0, "modest": 0.9}  # their demand, in quotas
 _APART_SECONDS, _DOWN_SECONDS = 20.0, 6.0
 _WARM_SECONDS = 10.0
@@ -305,14 +306,21 @@ async def _use(world: FairWorld, router: str, tenant: str, uses: Uses, began: fl
         uses.failed += 1
 
 
+def _home(world: FairWorld, tenant: str) -> str:
+    """The router that has a tenant's quota."""
+    peers = {name: world.hosts[name].path.peers for name in world.plan.fleet.router_names}
+    return next(name for name, one in peers.items() if one.home(tenant) == THIS_ROUTER)
+
+
 async def _disturb(world: FairWorld, what: str, down: set[str]) -> None:
-    """Kills a router after another, or cuts one off from another and from all."""
+    """Kills a router after another, each fourth time the home of a quota, or cuts them off from one or from all."""
     names = world.plan.fleet.router_names
     await asyncio.sleep(_WARM_SECONDS)
     number = 0
     while what:
         await asyncio.sleep(_APART_SECONDS - _DOWN_SECONDS)
-        name, others = names[number % len(names)], [one for one in names if one != names[number % len(names)]]
+        name = names[number % len(names)] if number % 4 != 1 else _home(world, "modest")
+        others = [one for one in names if one != name]
         if what == "killed":
             down.add(name)
             world.kill(name, silently=False)
