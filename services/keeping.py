@@ -8,9 +8,9 @@ from contextlib import asynccontextmanager
 import structlog
 
 from baton.errors import ConfigError
-from baton_http2.sockets.listening import open_sockets
+from baton_http2.sockets.accepting import open_sockets
 from runtime.aio import wait_until_done
-from runtime.network.listening import split_address
+from runtime.network import split_address
 from services.keeper.client import KeeperClient
 from services.keeper.messages import KeeperLost
 from services.telemetry import metrics

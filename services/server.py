@@ -29,7 +29,7 @@ from services.identity import Identity, WorkerRegistration, warn_if_unpaired
 from services.keeper.client import KeeperClient
 from services.keeping import kept_sockets
 from services.moving.roles import RoleChanger
-from services.moving.shedding import Shedding
+from services.moving.running import Shedding
 from services.parts import WorkerParts, open_parts
 from services.requests.calls import Calls
 from services.requests.fault_injection import FaultReader

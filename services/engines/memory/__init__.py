@@ -1,8 +1,7 @@
 """Block pools outside of engines, and the order in which requests get free blocks.
 
 allocation.py     which request gets free blocks next
-shared_pool.py    a pool that other processes can map
+shared_pool.py    a pool that other processes can map; blocks in private memory
 tensor_file.py    tensors in memory that other processes can map, and nobody can change
-scratch.py        blocks in private memory
 device_memory.py  pools in the memory of a GPU, as transports see them
 """
