@@ -72,7 +72,10 @@ async def _restart(model: str, execution: str, kills: int, *, kept: bool) -> Non
                     seconds.append(time.perf_counter() - began)
                     processor.append(sum(_worker(started, kept=False).cpu_times()[:2]))
     how = "kept" if kept else "not kept"
-    print(f"{execution:8} {how:9} {_median(seconds)} s to the first token, {_median(processor)} s of the processor")
+    print(
+        f"{execution:8} {how:9} {_median(seconds)} s to the first token, {_median(processor)} s of the processor",
+        flush=True,
+    )
 
 
 def _median(values: Sequence[float]) -> str:
