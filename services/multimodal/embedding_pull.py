@@ -7,7 +7,6 @@ import heapq
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from types import TracebackType
 
 from baton.errors import EmbeddingLost, HandoffLost, LayoutMismatch, Overloaded, StaleEpoch
 from baton.inference.v1 import timing_pb2
@@ -144,9 +143,7 @@ class EmbeddingPool:
         self._memory = self._open.enter_context(SharedPool(self._num_blocks, self.layout.block_bytes))
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *exception: object) -> None:
         self._open.close()
 
     @property

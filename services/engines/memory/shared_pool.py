@@ -6,7 +6,6 @@ Blocks in private memory, for bytes that are only passing through.
 import mmap
 import os
 from collections.abc import Sequence
-from types import TracebackType
 
 from services.engines.kv import BlockWriter
 
@@ -27,9 +26,7 @@ class SharedPool:
     def __enter__(self) -> "SharedPool":
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *exception: object) -> None:
         # The mapping is freed with its last view, which a transfer may still hold.
         os.close(self._file)
 

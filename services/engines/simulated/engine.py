@@ -10,7 +10,6 @@ from collections.abc import AsyncGenerator, Callable
 from collections.abc import Sequence as Items
 from contextlib import AsyncExitStack, ExitStack
 from functools import partial
-from types import TracebackType
 
 from typing_extensions import Self
 
@@ -59,9 +58,7 @@ class SimulatedEngine(Engine):
         self._loops = [self._group.create_task(self._ranks.run(rank)) for rank in self._ranks.all]
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *exception: object) -> None:
         for loop in self._loops:
             loop.cancel()
         try:
