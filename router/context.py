@@ -2,7 +2,7 @@
 
 import asyncio
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import structlog
@@ -11,6 +11,7 @@ from baton.connection.credentials import PRIORITY_KEY, TENANT_KEY
 from baton.errors import DeadlineExceeded, InvalidRequest, PermissionDenied, RequestExists, RequestNotFound
 from baton.inference.v1 import generate_pb2
 from engine_protocol.fault_injection import FAULT_KEY, Fault, RouterPoint, parse
+from router.admission.claimed import OTHERS, ClaimedNames
 from router.cancellation import Cancellation
 from router.config import LimitsConfig
 from router.recording.notes import AnswerNotes
@@ -39,6 +40,12 @@ class RequestQos:
 
     tenant: str = ""  # empty for an unnamed caller
     priority: int = 0
+    shares_account: bool = False  # with other names that nobody proves
+
+    @property
+    def account(self) -> str:
+        """The tenant that quotas and the queue count it for."""
+        return OTHERS if self.shares_account else self.tenant
 
     @classmethod
     def read(
@@ -193,7 +200,8 @@ class RequestContext:
 
 @dataclass(frozen=True, slots=True)
 class ContextFactory:
-    """Makes the context of each call. `proxies` are the callers that may name their tenants.
+    """Makes the context of each call. `proxies` are the callers that may name their tenants; `claimed` are the names
+    that callers without authentication give themselves.
 
     `begin_notes` gives the notes of a call with this metadata.
     """
@@ -201,6 +209,7 @@ class ContextFactory:
     limits: LimitsConfig
     allow_faults: bool = False
     proxies: frozenset[str] = frozenset()
+    claimed: ClaimedNames = field(default_factory=ClaimedNames)
     begin_notes: Callable[[Metadata | None], AnswerNotes | None] = lambda _metadata: None
 
     def create(self, request: generate_pb2.GenerateRequest, call: Any) -> RequestContext:
@@ -230,7 +239,10 @@ class ContextFactory:
 
     def read_qos(self, call: Any) -> RequestQos:
         """The tenant and priority of a call. Raises InvalidRequest."""
-        return RequestQos.read(call.invocation_metadata(), current_caller(), self.proxies)
+        caller = current_caller()
+        qos = RequestQos.read(call.invocation_metadata(), caller, self.proxies)
+        is_own = caller is not None or self.claimed.has_account(qos.tenant)
+        return qos if is_own else replace(qos, shares_account=True)
 
 
 class RequestTable:

@@ -1,12 +1,10 @@
 """A request on its workers: prefill, handoff, decode. Continues on another worker when one fails."""
 
 import asyncio
-from functools import partial
+from functools import cached_property, partial
 
 from baton.engine.v1 import decode_pb2, prompt_pb2
-from baton.errors import (
-    EmbeddingLost,
-)
+from baton.errors import EmbeddingLost
 from baton.inference.v1 import generate_pb2, timing_pb2
 from discovery.record import KEEPS_STREAMS
 from router.context import RequestContext
@@ -48,9 +46,12 @@ class RequestExecution:
     ) -> None:
         self._state = ExecutionState(executor, ctx, prompt, completion, stream)
         self._reading = DecodeReading(self._state)
-        self._failover = Failover(self._state)
         self._has_started = False
         self._known: generate_pb2.Started | None = None  # of a kept answer: what its client was told
+
+    @cached_property
+    def _failover(self) -> Failover:
+        return Failover(self._state)
 
     async def run(self) -> None:
         """Places the request, then prefill → handoff → decode."""

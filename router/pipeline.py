@@ -35,6 +35,7 @@ from router.text.grammar_check import GrammarCheck
 from router.text.media_validation import media_items
 from router.text.served_model import ServedModel
 from router.workers.cluster import Cluster
+from runtime.threads import in_pieces
 
 _MANY_IDS = 16 * 1024  # copying more takes over a millisecond
 
@@ -193,4 +194,9 @@ async def _aside(is_large: bool, work: Callable[..., Result], *arguments: Any) -
 
 
 def _prompt(token_ids: Sequence[int], cache_salt: str, lora: lora_pb2.LoraAdapter | None) -> prompt_pb2.Prompt:
-    return prompt_pb2.Prompt(token_ids=token_ids, cache_salt=cache_salt, lora=lora)
+    if len(token_ids) <= _MANY_IDS:
+        return prompt_pb2.Prompt(token_ids=token_ids, cache_salt=cache_salt, lora=lora)
+    prompt = prompt_pb2.Prompt(cache_salt=cache_salt, lora=lora)
+    for piece in in_pieces(token_ids):
+        prompt.token_ids.extend(piece)
+    return prompt

@@ -5,6 +5,7 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, replace
 
 from media.loader import MediaLoader
+from router.admission.claimed import ClaimedNames
 from router.admission.controller import AdmissionController
 from router.admission.peers import ALONE
 from router.admission.quotas import Quotas
@@ -83,7 +84,8 @@ async def open_request_path(
         grammars = stack.enter_context(GrammarCheck(limits.grammar_seconds))
         # Metrics that are not served are not measured.
         running = RunningRequests(RecordedMetrics() if config.metrics_listen else NoMetrics())
-        contexts = ContextFactory(limits, config.allow_faults, frozenset(config.auth.proxies))
+        claimed = ClaimedNames(config.admission.claimed_tenants, config.quotas.tenants)
+        contexts = ContextFactory(limits, config.allow_faults, frozenset(config.auth.proxies), claimed)
         recorder = _recorder(config, cluster)
         if recorder is not None:
             running.record, contexts = recorder.ended, replace(contexts, begin_notes=recorder.begin)

@@ -97,12 +97,12 @@ class InferenceServicer(inference_service_pb2_grpc.InferenceServiceServicer):
         return await self._path.embed_pipeline.run(request, context)
 
     async def Tokenize(self, request: tokenize_pb2.TokenizeRequest, context: Context) -> tokenize_pb2.TokenizeResponse:
-        return await self._path.tokenization.tokenize(request, self._path.contexts.read_qos(context).tenant)
+        return await self._path.tokenization.tokenize(request, self._path.contexts.read_qos(context).account)
 
     async def Detokenize(
         self, request: tokenize_pb2.DetokenizeRequest, context: Context
     ) -> tokenize_pb2.DetokenizeResponse:
-        return await self._path.tokenization.detokenize(request, self._path.contexts.read_qos(context).tenant)
+        return await self._path.tokenization.detokenize(request, self._path.contexts.read_qos(context).account)
 
     async def ListModels(
         self, _request: model_pb2.ListModelsRequest, _context: Context

@@ -98,6 +98,7 @@ class Http2Server:
         """
         if self._acceptor is not None:
             self._acceptor.close()
+            await self._acceptor.wait_closed()
         for each in self._sockets:
             each.close()
         for connection in tuple(self.connections.open):
@@ -107,8 +108,6 @@ class Http2Server:
         for connection in tuple(self.connections.open):
             connection.close("the server stops")
         await self._wait_until(lambda: not self.connections.open, _CLOSE_SECONDS)
-        if self._acceptor is not None:
-            await self._acceptor.wait_closed()
 
     @property
     def _is_busy(self) -> bool:

@@ -62,11 +62,14 @@ class Acceptor:
         for each in self._sockets:
             self._loop.remove_reader(each)
             each.close()
+        if self._tls is None:
+            # They are connections in the next turn. uvloop closes one that is cancelled then, and tells no protocol.
+            return
         for starting in tuple(self._starting):
             starting.close_idle()
 
     async def wait_closed(self) -> None:
-        """Returns when what was not a connection yet is gone."""
+        """Returns when what was not a connection yet is one or is gone."""
         tasks = [starting.task for starting in self._starting]
         if tasks:
             await asyncio.wait(tasks)

@@ -99,7 +99,11 @@ class Recorder:
                 await self._waiting.join()
         except TimeoutError:
             pass  # more and more requests end: what is there is all that can be told
-        return self.table.find(request_id, tenant)
+        found = []
+        for serialized in self.table.find(request_id, tenant):
+            found.append(record_pb2.RequestRecord.FromString(serialized))
+            await asyncio.sleep(0)  # to read one takes milliseconds if its prompt is kept
+        return found
 
     def _cause(self, ctx: RequestContext) -> record_pb2.RecordCause.ValueType:
         config, timings = self._config, ctx.timings

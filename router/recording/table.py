@@ -5,10 +5,12 @@ Records in files: each a bundle of its own. Together they are bounded by bytes, 
 
 import os
 from collections import OrderedDict
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from itertools import count
+from itertools import accumulate, count
 from pathlib import Path
+from typing import TypeVar
 
 from baton import records
 from baton.errors import ConfigError
@@ -17,7 +19,10 @@ from router.config import RecordsConfig
 from router.telemetry import metrics
 
 _ENTRY_BYTES = 1280  # of an entry's own objects, as measured where each is of another tenant
-_MOST_FOUND = 4  # of one id: they fit into one message
+# Of one id: to write them as one message, or to read one of them, takes a few milliseconds.
+_MOST_FOUND, _MOST_FOUND_BYTES = 4, 2**20
+
+Record = TypeVar("Record")
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,10 +71,12 @@ class RecordTable:
             self._drop(next(iter(self._kept.values())))
         return True
 
-    def find(self, request_id: str, tenant: str | None) -> list[record_pb2.RequestRecord]:
-        """The latest records of a tenant's request, or, if that is None, of any; the oldest first."""
-        found = [one for one in self._by_request.get(request_id, {}).values() if tenant in (None, one.tenant)]
-        return [record_pb2.RequestRecord.FromString(one.serialized) for one in found[-_MOST_FOUND:]]
+    def find(self, request_id: str, tenant: str | None) -> list[bytes]:
+        """The latest records of a tenant's request, or, if that is None, of any; serialized, the oldest first."""
+        found = [
+            one.serialized for one in self._by_request.get(request_id, {}).values() if tenant in (None, one.tenant)
+        ]
+        return _last(found, len)
 
     def _drop(self, kept: _Kept) -> None:
         del self._kept[kept.number]
@@ -90,7 +97,15 @@ class RecordTable:
 
 def latest(records: list[record_pb2.RequestRecord]) -> list[record_pb2.RequestRecord]:
     """The latest of some records, as many as fit into one message; the oldest first."""
-    return sorted(records, key=lambda one: one.arrived.ToNanoseconds())[-_MOST_FOUND:]
+    ordered = sorted(records, key=lambda one: one.arrived.ToNanoseconds())
+    return _last(ordered, record_pb2.RequestRecord.ByteSize)
+
+
+def _last(records: Sequence[Record], size_of: Callable[[Record], int]) -> list[Record]:
+    """The last ones that an answer may have: the very last one, however large."""
+    sums = accumulate(size_of(one) for one in reversed(records[-_MOST_FOUND:]))
+    num_records = max(1, sum(total <= _MOST_FOUND_BYTES for total in sums))
+    return list(records[-num_records:])
 
 
 _PATTERN = "record-*"

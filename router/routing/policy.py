@@ -283,6 +283,9 @@ class Progress(Protocol):
     def borrowed(self, tokens: int, seconds: float) -> None:
         """So many tokens of the prompt, perhaps none, came from the prediction's peer after so many seconds."""
 
+    def peer_has_none(self) -> None:
+        """The prediction's peer was asked, and has nothing of what it was expected to have."""
+
     def accepted(self, timings: Iterable[timing_pb2.StageTiming]) -> None:
         """The decode worker has taken the KV over."""
 
@@ -300,6 +303,9 @@ class IgnoredProgress:
         """No-op (Progress)."""
 
     def borrowed(self, tokens: int, seconds: float) -> None:
+        """No-op (Progress)."""
+
+    def peer_has_none(self) -> None:
         """No-op (Progress)."""
 
     def accepted(self, timings: Iterable[timing_pb2.StageTiming]) -> None:

@@ -112,3 +112,5 @@ def report_loan(progress: Progress, usage: handoff_pb2.PromptUsage) -> None:
     if usage.HasField("peer_seconds"):
         tokens = min(usage.peer_cached_tokens, usage.cached_tokens)
         progress.borrowed(tokens, max(0.0, usage.peer_seconds.seconds + usage.peer_seconds.nanos / 1e9))
+    if usage.peer_has_none:
+        progress.peer_has_none()

@@ -129,6 +129,7 @@ def set_tiers(message: handoff_pb2.PromptUsage, tiers: FromTiers) -> None:
     if tiers.peer_seconds:
         message.peer_cached_tokens = tiers.peer
         message.peer_seconds.CopyFrom(duration(tiers.peer_seconds))
+        message.peer_has_none = tiers.peer_has_none
 
 
 def read_sampling(message: prompt_pb2.Sampling) -> Sampling:

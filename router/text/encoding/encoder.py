@@ -54,12 +54,13 @@ class Encoder:
         """The ids of each text, without special tokens around it."""
         if self._quick is not None:
             return [self._quick.encode(text, add_special_tokens=False, salt="") for text in texts]
-        return [list(one.ids) for one in self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)]
+        return [one.ids for one in self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)]
 
 
 def library_ids(tokenizer: Tokenizer, text: str, add_special_tokens: bool) -> list[int]:
     """The ids by the library alone. Only its batch methods release the GIL."""
-    return list(tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids)
+    ids: list[int] = tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
+    return ids
 
 
 @dataclass(frozen=True, slots=True)

@@ -170,7 +170,7 @@ class EngineCore:
             waiting_prefill_tokens=sum(s.remaining for s in [*waiting, *self.scheduler.running] if s.remaining > 1),
             blocks_total=self._pool.total,
             blocks_used=self._pool.used,
-            blocks_held=sum(len(sequence.blocks) for sequence in self._outcomes.held),
+            blocks_held=len(self.scheduler.held),
             empty_blocks=max(0.0, sum(len(sequence.blocks) for sequence in own) - filled),
             memory=self.tiers.sizes() if self.tiers is not None else None,
         )

@@ -119,7 +119,7 @@ async def test_a_change_ends_while_the_new_role_always_holds_a_handoff() -> None
                 for _ in range(8):
                     await streams.enter_async_context(running_stream(cluster.bench, 3, **LONG))
                 assert cluster.running("x")
-                await client.change_role("x", "prefill", timeout_seconds=3)
+                await client.change_role("x", "prefill", timeout_seconds=30)
             assert cluster.workers["x"].identity.roles == ("prefill",)
             await eventually(lambda: len(cluster.workers["x"].leases) > 0)
         finally:

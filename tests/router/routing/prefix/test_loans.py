@@ -163,6 +163,10 @@ def test_what_an_estimated_lender_did_not_have_is_not_expected_there() -> None:
     placement = chosen.choose(request(), Candidates([lender], [borrower], requires_prefill=True))
     usage = handoff_pb2.PromptUsage()
     usage.peer_seconds.FromMilliseconds(1)
+    # As for a loan that this worker did not need any more, or had no room for.
+    report_loan(placement.progress, usage)
+    assert chosen.caches.match(range(1, 101))[cache] == 100
+    usage.peer_has_none = True
     report_loan(placement.progress, usage)
     assert chosen.caches.match(range(1, 101)).get(cache, 0) == 0
 
