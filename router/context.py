@@ -16,8 +16,7 @@ from router.admission.claimed import OTHERS, ClaimedNames
 from router.cancellation import Cancellation
 from router.config import LimitsConfig
 from router.recording.notes import AnswerNotes
-from router.resume.handle import Handle, answer_call_id
-from router.resume.keep import Keep, keep_seconds
+from router.resume.handle import Handle, Keep, answer_call_id, keep_seconds
 from router.telemetry.stats import RequestStats
 from router.telemetry.timings import Timings
 from rpc.auth.caller import Caller, current_caller

@@ -27,7 +27,7 @@ from router.openai.call import HttpCall, Receive, Send
 from router.openai.chat import ChatCompletionRequest
 from router.openai.choices import Answering, ChoiceStream, Kind, TokenText, now, whole
 from router.openai.completions import CompletionRequest, EchoedPrompt
-from router.openai.embeddings import EmbeddingsRequest
+from router.openai.embeddings import EmbeddingsRequest, ModelEndpoints
 from router.openai.errors import HttpRefusal, failure_of, known_error
 from router.openai.exchange import (
     MODEL_PATH,
@@ -43,7 +43,6 @@ from router.openai.exchange import (
 )
 from router.openai.fields import SamplingFields
 from router.openai.images import ImageCollector, ImagesRequest, ImageStream, preview_steps
-from router.openai.models import ModelEndpoints
 from router.openai.responses import ResponseBuilder, ResponsesRequest, ResponseStream
 from router.openai.resumable.streams import AskedChoices, ResumableStreams, keep_seconds_of
 from router.openai.stored.document import RecordedStream, ResponseDocument

@@ -21,8 +21,7 @@ from services.handoff.leases import LeaseTable
 from services.handoff.service import HandoffOwner
 from services.identity import Identity, WorkerRegistration
 from services.moving.roles import RoleChanger
-from services.moving.running import RunningDecodes
-from services.moving.shedding import Shedding
+from services.moving.running import RunningDecodes, Shedding
 from services.requests.calls import Calls
 from services.requests.fault_injection import FaultReader
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from services.engines.pytorch.kv_cache.tiers.rates import Rates
+from services.engines.pytorch.kv_cache.tiers.jobs import Rates
 from services.engines.pytorch.kv_cache.tiers.write_rule import WriteRule
 
 
