@@ -1,8 +1,8 @@
 """Tiers of a model so small that its prompts are sooner computed: tests of what is loaded must not depend on speeds."""
 
 import pytest
-from services.engines.pytorch.kv_cache.tiers.write_rule import WriteRule
 
+from services.engines.pytorch.kv_cache.tiers.directory import WriteRule
 from services.engines.pytorch.kv_cache.tiers.jobs import Rates
 
 
