@@ -12,7 +12,7 @@ from pydantic import Field
 from baton.errors import InvalidRequest
 from baton.inference.v1 import generate_pb2, tokenize_pb2
 from router.anthropic.content import Block, CacheControl, CacheMarks, Conversation, InputTurn, TextBlock
-from router.openai.fields import Fields, Number, Uint32, json_text, refuse
+from router.openai.fields import Fields, Number, OnlyFalse, Uint32, json_text, refuse
 
 
 class ClientTool(Block):
@@ -25,7 +25,7 @@ class ClientTool(Block):
     strict: bool | None = None
     eager_input_streaming: bool | None = None
     allowed_callers: Annotated[list[Literal["direct"]], Field(max_length=1)] | None = None
-    defer_loading: Literal[False] | None = None
+    defer_loading: OnlyFalse | None = None
 
 
 class AutoChoice(Fields):
@@ -150,6 +150,8 @@ class PromptFields(Fields):
     def set_prompt(self, made: generate_pb2.GenerateRequest) -> Conversation:
         """Sets the conversation, and the part of it to retain. Raises InvalidRequest and Unsupported."""
         made.chat.SetInParent()
+        if not self.messages:
+            raise InvalidRequest.of("messages", "is empty")
         offer_tools(made.chat, self.tools or [], self.tool_choice)
         marks = CacheMarks()
         for index, tool in enumerate(self.tools or []):
@@ -161,7 +163,7 @@ class PromptFields(Fields):
             conversation.add(index, message)
         conversation.set_reasoning()
         marks.add("", self.cache_control, made.chat)
-        if self.messages and self.messages[-1].role == "assistant":
+        if self.messages[-1].role == "assistant":
             raise refuse(f"messages[{len(self.messages) - 1}].role", "an answer that is begun cannot be continued")
         self._set_variables(made.chat)
         marks.set_in(made)

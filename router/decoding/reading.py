@@ -71,6 +71,8 @@ class DecodeReading:
                     call.timing.report(response.finished.timings)
                     if not state.completion.token_ids:
                         raise InvalidReply("the decode stream ended without a token")
+                    if not response.finished.reason and state.completion.finished is None:
+                        raise InvalidReply("the decode stream ended without a reason")
                     self._found_cached(response.finished.usage)
                     if response.finished.drafted_tokens:
                         state.stats.speculated(response.finished.drafted_tokens, response.finished.accepted_tokens)

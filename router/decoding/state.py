@@ -117,6 +117,10 @@ class ExecutionState(Waiting):
         tried = attempts.tried | {worker.process}
         return self.placer.can_decode(self.routing_request, self.context_tokens, tried)
 
+    def give_up(self) -> None:
+        if self.prefetch is not None:
+            self.prefetch.cancel()
+
     @property
     def ends_here(self) -> bool:
         """True if the answer has ended by what its worker does not know of, such as a stop string."""

@@ -352,6 +352,7 @@ async def answer_of(answer: Awaitable[Answer], worker: WorkerHandle, call_id: st
         with worker.calls.interruptible(waiting):
             return await answer
     except (asyncio.CancelledError, DeadlineExceeded):
+        waiting.give_up()
         await abort_unanswered(worker, call_id)
         raise
 

@@ -14,7 +14,7 @@ from typing import Any
 
 from baton.errors import BatonError
 from baton.inference.v1 import generate_pb2
-from router.openai.errors import describe
+from router.openai.errors import PLAIN_NAMES, FieldNames, describe
 from router.openai.exchange import AnswerStream
 from router.openai.responses import ItemKind, ResponseBuilder, part, part_type, status_of
 from router.stream.collector import UnaryCollector
@@ -154,9 +154,9 @@ class ResponseDocument:
                 self.ended()
         self._notify()
 
-    def fail(self, error: BatonError, guided_field: str = "") -> None:
+    def fail(self, error: BatonError, names: FieldNames = PLAIN_NAMES) -> None:
         """Ends it with an error."""
-        described = describe(error, guided_field)
+        described = describe(error, names)
         self._error = {"code": described["code"], "message": described["message"]}
         self._end("failed")
 

@@ -16,7 +16,7 @@ from llguidance import LLExecutor, LLMatcher
 
 from baton.errors import InvalidRequest
 from grammars.guide import Guide
-from grammars.source import PARSER_LIMITS, grammar_source, refusal
+from grammars.source import PARSER_LIMITS, grammar_source, panics_refused, refusal
 from grammars.tasks import GrammarThread
 from services.engines.pytorch.guidance.guidance import SLOW_SECONDS, Guidance, Words, unfollowed
 from services.engines.pytorch.guidance.vocabulary import GrammarVocabulary
@@ -88,7 +88,8 @@ class GrammarCompiler:
         found = self._compiled.get(guide)
         if found is None:
             source = grammar_source(guide, self._vocabulary.special_id)
-            found = LLMatcher(self._vocabulary.tokenizer, source, log_level=0, limits=PARSER_LIMITS)
+            with panics_refused(guide):
+                found = LLMatcher(self._vocabulary.tokenizer, source, log_level=0, limits=PARSER_LIMITS)
             if found.is_error():
                 raise refusal(guide, found.get_error())
             self._compiled[guide] = found
