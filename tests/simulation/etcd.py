@@ -12,6 +12,7 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 import grpc
+from discovery.keys import WorkerKeys
 from grpc import StatusCode
 
 from baton.etcd.v1 import kv_pb2, lease_pb2, watch_pb2
@@ -20,7 +21,6 @@ from baton_http2.server.server import Http2Server
 from discovery.etcd.config import EtcdConfig
 from discovery.etcd.methods import GRANT, KEEP_ALIVE, PUT, RANGE, REVOKE, TXN, WATCH
 from discovery.etcd.registry import EtcdRegistry
-from discovery.keys import WorkerKeys
 from discovery.record import WorkerRecord
 from simulation.loop import Node
 from simulation.registry import NAME, TTL_SECONDS
