@@ -18,7 +18,10 @@ from rpc.auth.access import AuthConfig
 
 MESSAGES: Any = [{"role": "user", "content": "hello"}]
 KEYS = [("ann", "client"), ("bob", "client"), ("cook", "worker")]
-CALL: Any = {"id": "a", "type": "function", "function": {"name": "a b", "arguments": "{}"}}
+CALLED: Any = {
+    "role": "assistant",
+    "tool_calls": [{"id": "a", "type": "function", "function": {"name": "a b", "arguments": "{}"}}],
+}
 TOOL: Any = {
     "type": "function",
     "function": {"name": "weather", "description": "The weather", "parameters": {"type": "object", "properties": {}}},
@@ -38,7 +41,7 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("store", {"store": True}, "store"),
     ("the name of a tool", {"tools": [{**TOOL, "function": {"name": "a b"}}]}, "tools[0].function.name"),
     ("a tool that is given twice", {"tools": [TOOL, TOOL]}, "tools[1].function.name"),
-    ("a call's name", {"messages": [{"role": "assistant", "tool_calls": [CALL]}]}, "messages[0].tool_calls[0].function.name"),
+    ("a call's name", {"messages": [CALLED]}, "messages[0].tool_calls[0].function.name"),
     ("unknown field", {"extra_body": {"frequncy": 1}}, "frequncy"),
     ("unknown field, guided", {"extra_body": {"guided_choice": ["a"]}}, "guided_choice"),
     ("top_logprobs alone", {"top_logprobs": 3}, "top_logprobs"),
