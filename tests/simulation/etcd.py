@@ -12,7 +12,6 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 import grpc
-from discovery.keys import WorkerKeys
 from grpc import StatusCode
 
 from baton.etcd.v1 import kv_pb2, lease_pb2, watch_pb2
@@ -22,6 +21,7 @@ from discovery.etcd.config import EtcdConfig
 from discovery.etcd.methods import GRANT, KEEP_ALIVE, PUT, RANGE, REVOKE, TXN, WATCH
 from discovery.etcd.registry import EtcdRegistry
 from discovery.record import WorkerRecord
+from discovery.registry import WorkerKeys
 from simulation.loop import Node
 from simulation.registry import NAME, TTL_SECONDS
 
