@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 import structlog
 
-from baton.engine.v1 import encode_pb2, handoff_pb2, prompt_pb2
+from baton.engine.v1 import decode_pb2, encode_pb2, handoff_pb2, prompt_pb2
 from baton.errors import (
     BatonError,
     Cancelled,
@@ -51,6 +51,7 @@ _ROUTERS_FIELDS = ("emitted", "handoff", "destination")
 # How much earlier than at the deadline a worker may find that it has passed.
 _EARLY_SECONDS = 1.0
 _LONGEST_EMBEDDING = 2**20  # tokens
+_MOST_READERS = 2**31  # of one answer, one after the other
 _ITEM_BYTES = {"float32": 4, "float": 4, "bfloat16": 2, "float16": 2, "half": 2, "float64": 8, "uint8": 1, "int8": 1}
 
 
@@ -121,6 +122,21 @@ def check_yielded(handoff: handoff_pb2.KvHandoff, record: WorkerRecord, tokens: 
     check_handoff(handoff, record, tokens - 1)
     if handoff.first_token.token_id != newest:
         raise InvalidReply(f"the decode yields after {handoff.first_token.token_id}, and the last id was {newest}")
+
+
+def check_attached(asked: decode_pb2.AttachRequest, told: decode_pb2.DecodeAttached) -> None:
+    """Raises InvalidReply unless a decode worker may tell this of an answer that it has kept."""
+    missing = len(told.token_ids) - asked.from_tokens
+    if missing < 0:
+        raise InvalidReply(f"the answer has {len(told.token_ids)} tokens, and its client {asked.from_tokens}")
+    if asked.peek:
+        return
+    if not 0 < told.attachment <= _MOST_READERS:
+        raise InvalidReply(f"the answer has had {told.attachment} readers")
+    if not told.prompt.token_ids:
+        raise InvalidReply("the answer has no prompt")
+    if len(told.logprobs) != (missing if told.sampling.HasField("logprobs") else 0):
+        raise InvalidReply(f"the answer has {len(told.logprobs)} log probabilities of {missing} tokens")
 
 
 def reported_logprobs(
