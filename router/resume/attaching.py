@@ -156,7 +156,7 @@ class Attacher:
         """An answer as its worker tells of it. Raises StreamLost for what no worker may tell."""
         try:
             record = resume_pb2.ResumeRecord.FromString(attached.record)
-            check_attached(asked, attached)
+            check_attached(asked, attached, worker)
             if record.answers > self._max_answers:
                 raise InvalidReply(f"{record.answers} answers of at most {self._max_answers}")
         except (DecodeError, InvalidReply) as error:

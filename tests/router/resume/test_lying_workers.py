@@ -115,6 +115,10 @@ def _without_tokens(attached: decode_pb2.DecodeAttached) -> None:
     attached.ClearField("token_ids")
 
 
+def _with_an_unknown_token(attached: decode_pb2.DecodeAttached) -> None:
+    attached.token_ids[0] = 2**32 - 1
+
+
 def _without_readers(attached: decode_pb2.DecodeAttached) -> None:
     attached.attachment = 0
 
@@ -124,7 +128,15 @@ def _with_endless_readers(attached: decode_pb2.DecodeAttached) -> None:
 
 
 @pytest.mark.parametrize(
-    "change", [_with_logprobs, _without_prompt, _without_tokens, _without_readers, _with_endless_readers]
+    "change",
+    [
+        _with_logprobs,
+        _without_prompt,
+        _without_tokens,
+        _with_an_unknown_token,
+        _without_readers,
+        _with_endless_readers,
+    ],
 )
 async def test_what_no_worker_may_tell_of_an_answer_counts_as_lost_and_its_client_has_it_computed_again(
     change: Callable[[decode_pb2.DecodeAttached], None],
