@@ -141,4 +141,4 @@ async def test_an_unknown_path_is_no_failure_of_the_router(served: Bench) -> Non
         async with httpx2.AsyncClient(trust_env=False) as client:
             assert (await client.get(f"{url_of(served)}/nowhere")).status_code == 404
     [ended] = [line for line in logs if line["event"] == "call ended" and line["code"] != "OK"]
-    assert (ended["code"], ended["reason"]) == ("UNIMPLEMENTED", "INVALID_HTTP_REQUEST")
+    assert ended["code"] == "UNIMPLEMENTED"
