@@ -12,11 +12,10 @@ from grpc import aio
 
 from baton import cluster_requests, requests
 from baton.calls import stream, unary
-from baton.connection.channels import CHANNEL_OPTIONS
 from baton.connection.credentials import Tls
 from baton.connection.retry import Resume
 from baton.connection.routers import Routers
-from baton.connection.settings import STOP_SECONDS, Settings
+from baton.connection.settings import CHANNEL_OPTIONS, STOP_SECONDS, Settings
 from baton.errors import BatonError, Unavailable
 from baton.inference.v1 import (
     generate_pb2,

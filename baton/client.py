@@ -11,11 +11,10 @@ from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
 import grpc
 
 from baton import cluster_requests, requests
-from baton.connection.channels import CHANNEL_OPTIONS
 from baton.connection.credentials import Tls
 from baton.connection.retry import Resume
 from baton.connection.routers import Routers
-from baton.connection.settings import STOP_SECONDS, Settings
+from baton.connection.settings import CHANNEL_OPTIONS, STOP_SECONDS, Settings
 from baton.error_details import from_rpc_error
 from baton.errors import BatonError, Cancelled, Unavailable
 from baton.inference.v1 import (

@@ -6,7 +6,7 @@ from typing import Any
 from google.protobuf.message import Message
 from grpc import aio
 
-from baton.connection.metadata import Metadata
+from baton.connection.credentials import Metadata
 from baton.errors import Cancelled
 from baton.inference.v1 import cluster_service_pb2_grpc, image_pb2_grpc, inference_service_pb2_grpc
 

@@ -19,6 +19,7 @@ from opentelemetry.trace import SpanKind
 from baton.errors import BatonError
 from baton.inference.v1 import generate_pb2
 from baton_http2.input_budget import InputBudget
+from baton_http2.server.methods import Behaviour
 from router.drawing.options import find_model
 from router.drawing.pipeline import DrawingPipeline
 from router.openai import embeddings
@@ -26,7 +27,7 @@ from router.openai.call import HttpCall, Receive, Send
 from router.openai.chat import ChatCompletionRequest
 from router.openai.choices import Answering, ChoiceStream, Kind, TokenText, now, whole
 from router.openai.completions import CompletionRequest, EchoedPrompt
-from router.openai.embeddings import EmbeddingsRequest
+from router.openai.embeddings import EmbeddingsRequest, ModelEndpoints
 from router.openai.errors import HttpRefusal, failure_of, known_error
 from router.openai.exchange import (
     MODEL_PATH,
@@ -42,7 +43,6 @@ from router.openai.exchange import (
 )
 from router.openai.fields import SamplingFields
 from router.openai.images import ImageCollector, ImagesRequest, ImageStream, preview_steps
-from router.openai.models import ModelEndpoints
 from router.openai.responses import ResponseBuilder, ResponsesRequest, ResponseStream
 from router.openai.resumable.streams import AskedChoices, ResumableStreams, keep_seconds_of
 from router.openai.stored.document import RecordedStream, ResponseDocument
@@ -54,11 +54,8 @@ from router.stream.collector import UnaryCollector
 from router.text import request_input
 from router.text_limits import LongestTexts
 from rpc.auth.access import Access
-from rpc.interceptors.arrival import record_arrival
-from rpc.interceptors.authorizing import authorize
-from rpc.interceptors.behaviour import Behaviour
+from rpc.interceptors.calls import RunningCalls, authorize, record_arrival
 from rpc.interceptors.logging import log_call
-from rpc.interceptors.running import RunningCalls
 from rpc.status import code_of
 from rpc.tracing.propagation import read_context
 from rpc.tracing.span import entered

@@ -7,6 +7,7 @@ import json
 import math
 import re
 from collections.abc import Iterator, Sequence
+from itertools import chain
 
 from google.protobuf import json_format, struct_pb2
 
@@ -19,6 +20,7 @@ from router.text.json_values import WrongValue, load_json
 from router.text.served_model import ServedModel
 from router.text.tokenizer import Tokenizer
 from rpc.violations import Violations
+from runtime.threads import in_pieces
 
 _NAME = re.compile(r"[A-Za-z0-9_.\-]{1,64}")
 _NAME_RULE = "must be 1 to 64 letters, digits, or any of _ . -"
@@ -35,7 +37,7 @@ def tokenize(
     """
     match request.WhichOneof("input"):
         case "token_ids":
-            ids = tuple(request.token_ids.ids[:])
+            ids = tuple(chain.from_iterable(in_pieces(request.token_ids.ids)))
         case "chat":
             ids = tuple(encode_chat(request.chat, model, template_seconds, request.routing.cache_salt)[0])
         case _:

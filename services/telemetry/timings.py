@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from google.protobuf.duration_pb2 import Duration
 
 from baton.inference.v1 import timing_pb2
-from rpc.interceptors.arrival import arrived_at
+from rpc.interceptors.calls import arrived_at
 from runtime.clock import perf_counter
 from services.engines.answer import Finished, FromTiers, Tokens
 

@@ -7,8 +7,8 @@ from support.engines.schemas import all_schemas
 
 from baton.errors import InvalidRequest
 from baton.inference.v1 import generate_pb2 as pb
-from grammars.checking import check_guide
 from grammars.guide import read_guide
+from grammars.source import check_guide
 
 NESTED = {"properties": {"list": {"items": {"anyOf": [{"type": "string"}, {"not": {"type": "null"}}]}}}}
 DEEP = '{"items":' * 100 + "{}" + "}" * 100

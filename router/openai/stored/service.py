@@ -29,7 +29,7 @@ from router.request_path import RequestPath
 from router.resume.handle import Handle, owner_sha256
 from router.resume.resumer import Resumer
 from rpc.auth.caller import current_caller
-from rpc.interceptors.arrival import message_bytes, record_size
+from rpc.interceptors.calls import message_bytes, record_size
 from rpc.timeouts import CLEANUP_SECONDS
 from runtime.aio import run_to_completion, timeout, wait_until_done
 from runtime.clock import monotonic

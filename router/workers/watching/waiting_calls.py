@@ -38,6 +38,9 @@ class Waiting:
         """True if another worker could answer instead of this one."""
         raise NotImplementedError
 
+    def give_up(self) -> None:
+        """The answer will not be read: whatever only serves it ends, without waiting for this worker."""
+
 
 class InterruptibleCall:
     """The body of its `with` is stopped by `interrupt`, with the error that this is given.
@@ -107,6 +110,8 @@ class WaitingCalls:
 
     def interrupt_unanswered(self) -> None:
         """Stops calls that have waited too long for their answers, and that another worker could answer."""
+        if not self._calls:
+            return
         now, left, backlog = monotonic(), _ASKED_AT_ONCE, self._backlog()
         for call in tuple(self._calls):
             waiting = call.waiting

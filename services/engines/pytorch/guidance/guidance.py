@@ -9,7 +9,7 @@ from llguidance import LLExecutor, LLMatcher
 from numpy.typing import NDArray
 
 from baton.errors import InvalidRequest
-from grammars.checking import is_panic
+from grammars.source import is_panic
 from services.engines.pytorch.guidance.vocabulary import GrammarVocabulary
 
 Words = NDArray[np.uint32]
