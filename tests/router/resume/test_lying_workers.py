@@ -18,7 +18,7 @@ from baton.inference.v1 import cluster_service_pb2, generate_pb2
 from router.config import QuotaConfig, QuotasConfig
 from router.resume.handle import Handle
 
-_QUOTA = QuotaConfig(requests_per_second=0.01, tokens_per_second=0.001, burst_seconds=5_000_000.0)
+_QUOTA = QuotaConfig(requests_per_second=1.0, tokens_per_second=0.1, burst_seconds=50_000.0)
 _ROUTER = FAST_ROUTER.model_copy(update={"quotas": QuotasConfig(tenants={"acme": _QUOTA})})
 _TENANT = (("x-baton-tenant", "acme"),)
 _TOKENS = 60
