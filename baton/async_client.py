@@ -12,11 +12,10 @@ from grpc import aio
 
 from baton import cluster_requests, requests
 from baton.calls import stream, unary
-from baton.connection.channels import CHANNEL_OPTIONS
 from baton.connection.credentials import Tls
 from baton.connection.retry import Resume
 from baton.connection.routers import Routers
-from baton.connection.settings import STOP_SECONDS, Settings
+from baton.connection.settings import CHANNEL_OPTIONS, STOP_SECONDS, Settings
 from baton.errors import BatonError, Unavailable
 from baton.inference.v1 import (
     generate_pb2,
@@ -88,6 +87,7 @@ class AsyncClient:
         """Closes the connection and cancels running calls. The client cannot be used afterwards."""
         if self._stopping:
             await asyncio.wait(self._stopping, timeout=STOP_SECONDS)
+        self._routers.is_closed = True
         for generation in tuple(self._generations):
             generation.cancel()  # gRPC does not find a call that another coroutine reads for its task
         for channel in self._routers.channels:
@@ -111,8 +111,8 @@ class AsyncClient:
         with self._settings.begin("ImageService/Generate") as trace:
             metadata = self._settings.metadata(trace, call.priority)
             seconds = self._settings.attempts(call.timeout_seconds).seconds_left
-            method = self._routers.method("ImageService/Generate")
-            async with aclosing(stream(method(call.request, timeout=seconds, metadata=metadata))) as events:
+            events = stream(self._routers.call("ImageService/Generate", call.request, seconds, metadata))
+            async with aclosing(events):
                 async for event in events:
                     yield event
 
@@ -141,10 +141,8 @@ class AsyncClient:
             while True:
                 present = self._routers.present
                 try:
-                    method = self._routers.method(call.method)
-                    return call.read(
-                        await unary(method(call.message, timeout=attempts.seconds_left, metadata=metadata))
-                    )
+                    seconds = attempts.seconds_left
+                    return call.read(await unary(self._routers.call(call.method, call.message, seconds, metadata)))
                 except BatonError as error:
                     pause = attempts.pause_after(error)
                     if pause is None:
@@ -164,10 +162,9 @@ class AsyncClient:
         stopping.add_done_callback(self._stopping.discard)
 
     async def _end(self, handle: str) -> None:
-        message = generate_pb2.CancelGenerationRequest(handle=handle)
-        method = self._routers.method("InferenceService/CancelGeneration")
-        with suppress(BatonError, aio.UsageError):  # it ends by itself, a little later
-            await unary(method(message, timeout=STOP_SECONDS, metadata=self._settings.bare_metadata))
+        method, message = "InferenceService/CancelGeneration", generate_pb2.CancelGenerationRequest(handle=handle)
+        with suppress(BatonError):  # it ends by itself, a little later
+            await unary(self._routers.call(method, message, STOP_SECONDS, self._settings.bare_metadata))
 
 
 class AsyncGeneration:
@@ -251,8 +248,7 @@ class AsyncGeneration:
                 while True:
                     present = self._routers.present
                     name, message = received.next_call()
-                    call = self._routers.method(name)(message, timeout=attempts.seconds_left, metadata=metadata)
-                    self._running = call
+                    self._running = call = self._routers.call(name, message, attempts.seconds_left, metadata)
                     try:
                         async with self._watching(call, present), aclosing(stream(call)) as events:
                             async for event in events:
@@ -357,10 +353,10 @@ class _Inquirer:
                 return value
 
     async def _ask(self, question: Question) -> Reply:
-        method = self._routers.method(question.method, question.router)
+        metadata = self._settings.bare_metadata
         try:
             return await unary(
-                method(question.message, timeout=question.seconds, metadata=self._settings.bare_metadata)
+                self._routers.call(question.method, question.message, question.seconds, metadata, question.router)
             )
         except BatonError as error:
             return error

@@ -11,11 +11,10 @@ from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
 import grpc
 
 from baton import cluster_requests, requests
-from baton.connection.channels import CHANNEL_OPTIONS
 from baton.connection.credentials import Tls
 from baton.connection.retry import Resume
 from baton.connection.routers import Routers
-from baton.connection.settings import STOP_SECONDS, Settings
+from baton.connection.settings import CHANNEL_OPTIONS, STOP_SECONDS, Settings
 from baton.error_details import from_rpc_error
 from baton.errors import BatonError, Cancelled, Unavailable
 from baton.inference.v1 import (
@@ -85,6 +84,7 @@ class Client:
     def close(self) -> None:
         """Closes the connection and cancels running calls. The client cannot be used afterwards."""
         self._stopping.wait()
+        self._routers.is_closed = True
         for channel in self._routers.channels:
             channel.close()
 
@@ -106,7 +106,7 @@ class Client:
         with self._settings.begin("ImageService/Generate") as trace:
             metadata = self._settings.metadata(trace, call.priority)
             seconds = self._settings.attempts(call.timeout_seconds).seconds_left
-            events = self._routers.method("ImageService/Generate")(call.request, timeout=seconds, metadata=metadata)
+            events = self._routers.call("ImageService/Generate", call.request, seconds, metadata)
             try:
                 yield from events
             except grpc.RpcError as error:
@@ -139,8 +139,7 @@ class Client:
             while True:
                 present = self._routers.present
                 try:
-                    method = self._routers.method(call.method)
-                    return call.read(method(call.message, timeout=attempts.seconds_left, metadata=metadata))
+                    return call.read(self._routers.call(call.method, call.message, attempts.seconds_left, metadata))
                 except grpc.RpcError as error:
                     failure = _error_of(error)
                     pause = attempts.pause_after(failure)
@@ -163,7 +162,10 @@ class _Stops:
         """Ends an answer, without waiting."""
         message = generate_pb2.CancelGenerationRequest(handle=handle)
         method = self._routers.method("InferenceService/CancelGeneration")
-        call = method.future(message, timeout=STOP_SECONDS, metadata=self._metadata)
+        try:
+            call = method.future(message, timeout=STOP_SECONDS, metadata=self._metadata)
+        except ValueError:  # the client is closed: the answer ends by itself, a little later
+            return
         self._running.add(call)
         call.add_done_callback(self._running.discard)
 
@@ -258,9 +260,8 @@ class Generation:
                 while True:
                     present = self._routers.present
                     name, message = received.next_call()
-                    method = self._routers.method(name)
                     self._router = present
-                    self._running = call = method(message, timeout=attempts.seconds_left, metadata=metadata)
+                    self._running = call = self._routers.call(name, message, attempts.seconds_left, metadata)
                     try:
                         for event in call:
                             is_shown = received.add(event)
@@ -382,11 +383,15 @@ class _Inquirer:
                 return value
 
     def _ask(self, question: Question) -> Reply:
-        method = self._routers.method(question.method, question.router)
+        metadata = self._settings.bare_metadata
         try:
-            reply: Reply = method(question.message, timeout=question.seconds, metadata=self._settings.bare_metadata)
+            reply: Reply = self._routers.call(
+                question.method, question.message, question.seconds, metadata, question.router
+            )
         except grpc.RpcError as error:
             return _error_of(error)
+        except Cancelled as error:
+            return error
         return reply
 
 

@@ -104,9 +104,8 @@ class LlGuidance:
     def compile(self, schema: dict[str, Any]) -> Any:
         from llguidance import LLMatcher
 
-        from grammars.checking import PARSER_LIMITS
         from grammars.guide import Guide, GuideKind
-        from grammars.source import grammar_source
+        from grammars.source import PARSER_LIMITS, grammar_source
 
         source = grammar_source(Guide(GuideKind.JSON_SCHEMA, json.dumps(schema)))
         made = LLMatcher(self._vocabulary.tokenizer, source, limits=PARSER_LIMITS, log_level=0)

@@ -23,8 +23,7 @@ from typing import Any
 from support.cluster.recorded import Recorded, demo_workers, recorded
 
 from baton.inference.v1 import generate_pb2, record_pb2
-from cli.commands.records.comparing import first_differences
-from cli.commands.records.replay import replay, report
+from cli.commands.records.replay import first_differences, replay, report
 from cli.commands.records.request import request_of
 from router.config import RecordsConfig
 from runtime.logs import configure_logging

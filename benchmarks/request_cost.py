@@ -38,7 +38,7 @@ from discovery.record import WorkerRecord
 from router.config import AdmissionConfig, ProbeConfig, RouterConfig
 from rpc.channels import open_channel
 from rpc.server import ServerKind
-from rpc.tracing.config import TracingConfig
+from rpc.tracing.exporter import TracingConfig
 
 _PROFILED = 192
 _HERE = Path(__file__).resolve().parent.parent

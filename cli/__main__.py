@@ -41,10 +41,11 @@ async def _run(arguments: argparse.Namespace) -> int:
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         loop.add_signal_handler(number, task.cancel)
     # Imported when needed: `baton doctor` has to run even if packages are missing.
-    command = importlib.import_module(arguments.module)
+    module, _, name = arguments.function.rpartition(".")
+    run = getattr(importlib.import_module(module), name)
     # A signal that arrived meanwhile cancels the command here, before it starts anything. sleep(0) would be too short.
     await asyncio.sleep(0.001)
-    code: int = await command.run(arguments)
+    code: int = await run(arguments)
     sys.stdout.flush()
     return code
 

@@ -6,7 +6,7 @@ from typing import cast
 from google.protobuf.duration_pb2 import Duration
 from grpc import aio
 
-from baton.connection.metadata import TIMINGS_KEY
+from baton.connection.credentials import TIMINGS_KEY
 from baton.enum_names import value_name
 from baton.errors import BatonError
 from baton.inference.v1 import generate_pb2, timing_pb2

@@ -5,9 +5,9 @@ from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass
 
 from baton.errors import Unavailable
-from discovery.keys import WorkerKeys
-from discovery.latest import Latest
+from discovery.membership import Latest
 from discovery.record import WorkerRecord, epoch_after
+from discovery.registry import WorkerKeys
 
 
 class MemoryRegistry:

@@ -5,8 +5,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from baton.errors import LayoutMismatch
-from discovery.location import Domain, is_within
-from discovery.record import CHECKS_HANDOFFS, DIGESTS_HANDOFFS, WorkerRecord
+from discovery.record import CHECKS_HANDOFFS, DIGESTS_HANDOFFS, Domain, WorkerRecord, is_within
 
 WHOLE_REQUESTS = "whole_requests"  # the capability of a worker that is not meant to hand over
 

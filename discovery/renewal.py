@@ -1,4 +1,7 @@
-"""A process' entries in the registry while a context is open: allocated or registered, renewed, and given up."""
+"""A process' entries in the registry while a context is open: allocated or registered, renewed, and given up.
+
+The life of an allocated small id, whatever keeps it.
+"""
 
 import asyncio
 import random
@@ -10,7 +13,7 @@ from typing import Protocol, TypeVar
 import structlog
 
 from baton.errors import BatonError
-from discovery.backoff import Backoff
+from discovery.backoff import Backoff, retry_until
 from discovery.record import WorkerRecord
 from runtime.aio import timeout
 from runtime.lasting import lasting
@@ -127,3 +130,55 @@ class RenewedRecord(ABC):
 
     def _log(self, event: str, **fields: object) -> None:
         _log.warning(event, worker_id=self._record.worker_id, **fields)
+
+
+log = structlog.get_logger(__name__)
+
+
+class KeptId:
+    """An AllocatedId of at most `limit`. Call `begin`, then run `keep` in a task, then call `end`.
+
+    A subclass takes an id by `_claim`, renews it by `_renew`, which takes one again if it was lost, and frees it by
+    `_free`.
+    """
+
+    def __init__(self, limit: int, ttl_seconds: float) -> None:
+        self._limit = limit
+        self._ttl_seconds = ttl_seconds
+        self._value: int | None = None
+
+    @property
+    def value(self) -> int:
+        assert self._value is not None
+        return self._value
+
+    async def begin(self, timeout_seconds: float) -> None:
+        """Allocates an id. Raises as `Registry.allocate_id` does."""
+        await retry_until(self._claim, timeout_seconds, "no id allocated")
+
+    async def keep(self) -> None:
+        """Renews it until cancelled, and allocates again if it was lost. Raises nothing."""
+        await renew_forever(self._renew, self._ttl_seconds, _report)
+
+    async def end(self) -> None:
+        """Frees the id; without an answer, its lease expires."""
+        if self._value is None:
+            return
+        try:
+            async with timeout(ANSWER_SECONDS):
+                await self._free()
+        except (BatonError, TimeoutError) as error:
+            log.warning("allocated id left to expire", error=str(error))
+
+    async def _claim(self) -> None:
+        raise NotImplementedError
+
+    async def _renew(self) -> None:
+        raise NotImplementedError
+
+    async def _free(self) -> None:
+        raise NotImplementedError
+
+
+def _report(error: str) -> None:
+    log.warning("allocated id not renewed", error=error)

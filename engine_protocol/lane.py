@@ -12,11 +12,54 @@ from baton_http2.server.reply import Source, Wire
 TokenSource: TypeAlias = Source[int]
 
 
+class Latencies(Protocol):
+    """The latencies of tokens of one kind: equal and hashed alike where they are counted in the same places."""
+
+    def count(self, seconds: float, tokens: int, now: float) -> None:
+        """Counts tokens that came now, and `seconds` after those before them. Raises nothing."""
+
+
+class StepCounter:
+    """Counts the tokens of each step of one stream together: of all meters that have joined, which have one in each.
+
+    They have the same latency, so that no meter is looked at. `is_complete` says that no other meter counts a token by
+    itself. Times are in seconds of time.monotonic.
+    """
+
+    def __init__(self) -> None:
+        self._tokens: dict[Latencies, int] = {}
+        self.counted_at = self.previous_at = 0.0  # the last step, and the one before it
+        self.is_complete = False
+
+    def join(self, latencies: Latencies) -> None:
+        """Counts one token more in each step after this one."""
+        self._tokens[latencies] = self._tokens.get(latencies, 0) + 1
+
+    def leave(self, latencies: Latencies) -> None:
+        """Counts one token less, also in the step that is being pushed."""
+        self.is_complete = False
+        self._tokens[latencies] -= 1
+        if not self._tokens[latencies]:
+            del self._tokens[latencies]
+
+    def count(self, now: float) -> None:
+        """Counts a step."""
+        self.previous_at, self.counted_at = self.counted_at, now
+        for latencies, tokens in self._tokens.items():
+            latencies.count(now - self.previous_at, tokens, now)
+
+
 class SinkMeter(Protocol):
     """The counter of a sink's tokens."""
 
-    def count(self, now: float) -> None:
-        """Counts and times one that was pushed. Raises nothing; `now` is in seconds of time.monotonic."""
+    def count(self, now: float, steps: StepCounter | None) -> bool:
+        """Counts and times a token that was pushed, unless `steps` has; whether `steps` counts the next ones.
+
+        Raises nothing; `now` is in seconds of time.monotonic. Without `steps` nothing else counts them.
+        """
+
+    def leave(self) -> None:
+        """Counts the next token by itself: the step has none that is pushed into the sink, or several."""
 
 
 class TokenSink(Protocol):

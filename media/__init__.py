@@ -3,8 +3,8 @@
 | module | subject |
 |---|---|
 | loader | `MediaLoader.load`: the one way in |
-| item, mime | an item as requested, checked content; MIME types |
 | sources/ | where content comes from: `data:`, `file:` and `https:` URIs |
-| image, content | checking an image; what bytes are before they are decoded |
+| content | an item as requested, checked content, MIME types; what bytes are before they are decoded |
+| image | checking an image |
 | config | the limits, and the sources that are allowed |
 """

@@ -1,6 +1,52 @@
-"""The type of a media item by its bytes, before an image library reads them."""
+"""The type of a media item by its bytes, before an image library reads them. MIME types as clients write them.
+
+A media item of a request, and the checked content of one.
+"""
 
 import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from baton.errors import InvalidRequest, Unsupported
+
+
+@dataclass(frozen=True, slots=True)
+class MediaItem:
+    """One media item of a request, not yet checked.
+
+    `path` is its path in the request, such as `media[0]`; errors name the fields below it. `source` is the content, or
+    its URI. `mime_type` is the type that the client declared; empty if it declared none.
+    """
+
+    path: str
+    source: bytes | str
+    mime_type: str = ""
+
+    @property
+    def source_field(self) -> str:
+        """The field for errors about the content: `media[0].data` or `media[0].uri`."""
+        return f"{self.path}.uri" if isinstance(self.source, str) else f"{self.path}.data"
+
+    @property
+    def mime_type_field(self) -> str:
+        """The field for errors about the declared type."""
+        return f"{self.path}.mime_type"
+
+
+@dataclass(frozen=True, slots=True)
+class CheckedMedia:
+    """An image that is complete, of an accepted type and within the limits.
+
+    `content` is the file as received, not decoded; `mime_type` is its actual type. Width and height are in pixels, as
+    stored: an orientation in its EXIF is not applied. `digest` is the SHA-256 of the content, 32 bytes.
+    """
+
+    content: bytes
+    mime_type: str
+    width: int
+    height: int
+    digest: bytes
+
 
 # A progressive JPEG may have any number of scans, 65 bytes each, and each is a pass over all pixels: 50 ms at 40
 # million. Bytes between the segments of its header are read one by one. Its size bounds neither.
@@ -63,3 +109,30 @@ def is_laborious(content: bytes) -> bool:
         if kind not in _STANDALONE:
             position += int.from_bytes(content[position : position + 2], "big")
     return False
+
+
+_ALIASES = {"image/jpg": "image/jpeg"}
+
+
+def normal_type(mime_type: str) -> str:
+    """The type in lower case, without parameters, by its registered name."""
+    bare = mime_type.partition(";")[0].strip().lower()
+    return _ALIASES.get(bare, bare)
+
+
+def check_declared(item: MediaItem, allowed: Sequence[str]) -> None:
+    """Raises Unsupported if the item declares a type that is not accepted."""
+    if item.mime_type and normal_type(item.mime_type) not in allowed:
+        raise Unsupported(f"{item.mime_type_field}: {item.mime_type[:80]!r} is not accepted; {accepted_types(allowed)}")
+
+
+def agreed_type(item: MediaItem, uri_type: str) -> str:
+    """The type that an item and its URI declare. Raises InvalidRequest if they differ."""
+    if item.mime_type and uri_type and normal_type(item.mime_type) != normal_type(uri_type):
+        raise InvalidRequest.of(item.mime_type_field, "differs from the type that the data: URI gives")
+    return item.mime_type or uri_type
+
+
+def accepted_types(allowed: Sequence[str]) -> str:
+    """The accepted types, for the end of a message."""
+    return f"accepted are {', '.join(allowed)}"

@@ -8,10 +8,17 @@ from io import BytesIO
 from PIL import Image, ImageOps
 
 from baton.errors import BatonError, InvalidRequest, Unsupported
-from media import content as contents
-from media import mime
 from media.config import MediaConfig
-from media.item import CheckedMedia, MediaItem
+from media.content import (
+    CheckedMedia,
+    MediaItem,
+    accepted_types,
+    check_declared,
+    describe,
+    is_known_image,
+    is_laborious,
+    normal_type,
+)
 
 # MPO is a JPEG with further pictures inside, such as a depth map; only the first one is used.
 _TYPES = {"PNG": "image/png", "JPEG": "image/jpeg", "MPO": "image/jpeg", "WEBP": "image/webp", "GIF": "image/gif"}
@@ -38,14 +45,14 @@ def check_image(item: MediaItem, content: bytes, config: MediaConfig) -> Checked
     for content that is empty, damaged, too large, animated, or not of the declared type; Unsupported for types that are
     not accepted. Sizes are checked before anything is decoded.
     """
-    mime.check_declared(item, config.allowed_types)
+    check_declared(item, config.allowed_types)
     if not content:
         raise InvalidRequest.of(item.source_field, "is empty")
     if len(content) > config.max_bytes:
         raise InvalidRequest.of(item.source_field, f"is larger than the limit of {config.max_bytes} bytes")
-    if not contents.is_known_image(content):
+    if not is_known_image(content):
         raise _no_image(item, content, config)
-    if contents.is_laborious(content):
+    if is_laborious(content):
         raise InvalidRequest.of(item.source_field, "has too many scans or too much padding")
     return _decoded(item, content, config)
 
@@ -67,11 +74,11 @@ def _decoded(item: MediaItem, content: bytes, config: MediaConfig) -> CheckedMed
 
 
 def _check_type(item: MediaItem, mime_type: str, config: MediaConfig) -> None:
-    if item.mime_type and mime.normal(item.mime_type) != mime_type:
-        declared = mime.normal(item.mime_type)
+    if item.mime_type and normal_type(item.mime_type) != mime_type:
+        declared = normal_type(item.mime_type)
         raise InvalidRequest.of(item.mime_type_field, f"is {declared}, but the content is {mime_type}")
     if mime_type not in config.allowed_types:
-        raise Unsupported(f"{item.source_field}: {mime_type} is not accepted; {mime.accepted(config.allowed_types)}")
+        raise Unsupported(f"{item.source_field}: {mime_type} is not accepted; {accepted_types(config.allowed_types)}")
 
 
 def _check_size(item: MediaItem, width: int, height: int, config: MediaConfig) -> None:
@@ -88,13 +95,13 @@ def _too_many_pixels(item: MediaItem, config: MediaConfig) -> InvalidRequest:
 
 
 def _no_image(item: MediaItem, content: bytes, config: MediaConfig) -> BatonError:
-    found = contents.describe(content)
+    found = describe(content)
     if item.mime_type:
-        said = mime.normal(item.mime_type)
+        said = normal_type(item.mime_type)
         return InvalidRequest.of(item.mime_type_field, f"is {said}, but the content is {found or 'something else'}")
     if found:
-        return Unsupported(f"{item.source_field}: {found} is not accepted; {mime.accepted(config.allowed_types)}")
-    return InvalidRequest.of(item.source_field, f"is not an image; {mime.accepted(config.allowed_types)}")
+        return Unsupported(f"{item.source_field}: {found} is not accepted; {accepted_types(config.allowed_types)}")
+    return InvalidRequest.of(item.source_field, f"is not an image; {accepted_types(config.allowed_types)}")
 
 
 def read_pixels(content: bytes, field: str) -> Image.Image:

@@ -9,10 +9,14 @@ from typing import TypeVar
 from typing_extensions import Self
 
 from baton.errors import DeadlineExceeded, Unsupported
-from media import mime
 from media.config import MediaConfig
+from media.content import (
+    CheckedMedia,
+    MediaItem,
+    agreed_type,
+    check_declared,
+)
 from media.image import check_image
-from media.item import CheckedMedia, MediaItem
 from media.sources import files, uri
 from media.sources.addresses import Resolver, SystemResolver
 from media.sources.https import HttpsFetcher
@@ -66,7 +70,7 @@ class MediaLoader:
         PermissionDenied for a host, address or folder that may not be read, MediaUnavailable and DeadlineExceeded when
         fetching fails. No message tells of content, nor of hosts and addresses that the client has not named.
         """
-        mime.check_declared(item, self._config.allowed_types)
+        check_declared(item, self._config.allowed_types)
         match item.source:
             case bytes() as content:
                 return await self._check(item, content)
@@ -78,7 +82,7 @@ class MediaLoader:
         match uri.scheme(address, field, self.schemes):
             case "data":
                 found = await self._in_thread(lambda: uri.decode_data(address, field, self._config.max_bytes))
-                declared = replace(item, mime_type=mime.agreed(item, found.mime_type))
+                declared = replace(item, mime_type=agreed_type(item, found.mime_type))
                 return await self._check(declared, found.content)
             case "https" if self._https is not None:
                 return await self._check(item, await self._https.fetch(address, field))

@@ -5,17 +5,20 @@ from typing import Literal
 from pydantic import Field
 
 from discovery.config import RegistryConfig
-from discovery.location import Domain
+from discovery.record import Domain
 from media.config import MediaConfig
 from rpc.auth.access import AuthConfig
 from rpc.auth.tls import TlsConfig, TlsSection
 from rpc.server import ConnectionLimits, ServerKind, default_server
-from rpc.tracing.config import TracingConfig
+from rpc.tracing.exporter import TracingConfig
 from runtime.config import Section
 from runtime.entropy import token_hex
 from runtime.logs import LogConfig
 
 Fairness = Literal["weighted", "strict", "none"]
+
+_MOST_RATE = 2.0**40  # of a quota: what one router tells another has to be smaller than 2**50
+_LONGEST_BURST_SECONDS = 86_400.0
 
 
 class LimitsConfig(Section):
@@ -56,14 +59,20 @@ class AdmissionConfig(Section):
         description="Of waiting requests: `weighted` by tenants' work, `strict` priorities and tenants within each, or"
         " `none`, priorities alone. Unset: weighted if callers are authenticated or have quotas, else none.",
     )
+    claimed_tenants: int = Field(
+        default=256,
+        ge=1,
+        le=10_000,
+        description="Names without authentication that have an account each; further ones share one.",
+    )
 
 
 class QuotaConfig(Section):
     """The quota of one tenant. 0 is no limit."""
 
-    requests_per_second: float = Field(default=0.0, ge=0)
-    tokens_per_second: float = Field(default=0.0, ge=0)  # of prompts and completions
-    burst_seconds: float = Field(default=10.0, gt=0)  # the burst, as seconds of the rates
+    requests_per_second: float = Field(default=0.0, ge=0, le=_MOST_RATE)
+    tokens_per_second: float = Field(default=0.0, ge=0, le=_MOST_RATE)  # of prompts and completions
+    burst_seconds: float = Field(default=10.0, gt=0, le=_LONGEST_BURST_SECONDS)  # the burst, as seconds of the rates
     concurrent: int = Field(default=0, ge=0)  # running and waiting requests
 
 

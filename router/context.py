@@ -2,25 +2,25 @@
 
 import asyncio
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from types import TracebackType
 from typing import Any
 
 import structlog
 
-from baton.connection.metadata import PRIORITY_KEY, TENANT_KEY
+from baton.connection.credentials import PRIORITY_KEY, TENANT_KEY
 from baton.errors import DeadlineExceeded, InvalidRequest, PermissionDenied, RequestExists, RequestNotFound
 from baton.inference.v1 import generate_pb2
 from engine_protocol.fault_injection import FAULT_KEY, Fault, RouterPoint, parse
+from router.admission.claimed import OTHERS, ClaimedNames
 from router.cancellation import Cancellation
 from router.config import LimitsConfig
 from router.recording.notes import AnswerNotes
-from router.resume.handle import Handle, answer_call_id
-from router.resume.keep import Keep, keep_seconds
+from router.resume.handle import Handle, Keep, answer_call_id, keep_seconds
 from router.telemetry.stats import RequestStats
 from router.telemetry.timings import Timings
 from rpc.auth.caller import Caller, current_caller
-from rpc.interceptors.arrival import arrived_at, message_bytes
+from rpc.interceptors.calls import arrived_at, message_bytes
 from rpc.metadata import ATTEMPT_KEY, REQUEST_KEY, remaining_seconds, was_left_at_its_deadline
 from runtime.clock import monotonic
 from runtime.entropy import token_hex
@@ -41,6 +41,12 @@ class RequestQos:
 
     tenant: str = ""  # empty for an unnamed caller
     priority: int = 0
+    shares_account: bool = False  # with other names that nobody proves
+
+    @property
+    def account(self) -> str:
+        """The tenant that quotas and the queue count it for."""
+        return OTHERS if self.shares_account else self.tenant
 
     @classmethod
     def read(
@@ -195,7 +201,8 @@ class RequestContext:
 
 @dataclass(frozen=True, slots=True)
 class ContextFactory:
-    """Makes the context of each call. `proxies` are the callers that may name their tenants.
+    """Makes the context of each call. `proxies` are the callers that may name their tenants; `claimed` are the names
+    that callers without authentication give themselves.
 
     `begin_notes` gives the notes of a call with this metadata.
     """
@@ -203,6 +210,7 @@ class ContextFactory:
     limits: LimitsConfig
     allow_faults: bool = False
     proxies: frozenset[str] = frozenset()
+    claimed: ClaimedNames = field(default_factory=ClaimedNames)
     begin_notes: Callable[[Metadata | None], AnswerNotes | None] = lambda _metadata: None
 
     def create(self, request: generate_pb2.GenerateRequest, call: Any) -> RequestContext:
@@ -232,7 +240,10 @@ class ContextFactory:
 
     def read_qos(self, call: Any) -> RequestQos:
         """The tenant and priority of a call. Raises InvalidRequest."""
-        return RequestQos.read(call.invocation_metadata(), current_caller(), self.proxies)
+        caller = current_caller()
+        qos = RequestQos.read(call.invocation_metadata(), caller, self.proxies)
+        is_own = caller is not None or self.claimed.has_account(qos.tenant)
+        return qos if is_own else replace(qos, shares_account=True)
 
 
 class RequestTable:

@@ -4,7 +4,7 @@ import asyncio
 
 from baton.engine.v1 import prompt_pb2
 from baton.inference.v1 import cluster_service_pb2, generate_pb2
-from discovery.location import nearness
+from discovery.record import nearness
 from router import validation
 from router.config import LimitsConfig
 from router.placement.placer import Placer

@@ -24,15 +24,14 @@ from discovery.record import WorkerRecord
 from router.explain import RouteExplainer
 from router.peers.tenants import all_tenants
 from router.processes.siblings import Siblings, stop_everywhere
-from router.recording.finding import find_everywhere
+from router.recording.recorder import find_everywhere
 from router.request_path import RequestPath
 from router.resume.handle import Handle
 from router.resume.resumer import Resumer
 from router.stream.collector import UnaryCollector
 from router.workers.handle import WorkerHandle
 from router.workers.offer import DeploymentOffer, model_message, model_messages
-from router.workers.operations.loras import LoraOperations, read_change
-from router.workers.operations.workers import WorkerOperations
+from router.workers.operations import LoraOperations, WorkerOperations, read_change
 from rpc.auth.caller import current_caller
 from rpc.metadata import remaining_seconds
 
@@ -98,12 +97,12 @@ class InferenceServicer(inference_service_pb2_grpc.InferenceServiceServicer):
         return await self._path.embed_pipeline.run(request, context)
 
     async def Tokenize(self, request: tokenize_pb2.TokenizeRequest, context: Context) -> tokenize_pb2.TokenizeResponse:
-        return await self._path.tokenization.tokenize(request, self._path.contexts.read_qos(context).tenant)
+        return await self._path.tokenization.tokenize(request, self._path.contexts.read_qos(context).account)
 
     async def Detokenize(
         self, request: tokenize_pb2.DetokenizeRequest, context: Context
     ) -> tokenize_pb2.DetokenizeResponse:
-        return await self._path.tokenization.detokenize(request, self._path.contexts.read_qos(context).tenant)
+        return await self._path.tokenization.detokenize(request, self._path.contexts.read_qos(context).account)
 
     async def ListModels(
         self, _request: model_pb2.ListModelsRequest, _context: Context

@@ -5,11 +5,10 @@
 | server | `serve`: a server with health, reflection, interceptors, and a drain at its end |
 | interceptors/ | what surrounds every call on a server: arrival, reading, errors, logs, spans, authorization |
 | reply | gives grpc.aio's contexts the `reply()` that ours have |
-| channels | channels to peers, with TLS and trace propagation |
+| channels | channels to peers, with TLS and trace propagation; calls that may fail |
 | status | the table of error classes and status codes; outcomes as metric labels |
 | health | `grpc.health.v1` |
 | metadata | what a call carries beside its message |
-| best_effort | calls that may fail |
 | violations | collects the wrong fields of a request |
 | timeouts | how long a process waits for its peers |
 | auth/ | TLS, certificates, tokens, roles |

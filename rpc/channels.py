@@ -1,13 +1,25 @@
-"""Channels to peers, with the options that all of Baton's connections share."""
+"""Channels to peers, with the options that all of Baton's connections share, and the current trace context.
 
+Also calls that may fail: something else, such as the end of a lease, does their work later.
+"""
+
+import asyncio
 from collections.abc import Callable, Mapping
+from types import TracebackType
+from typing import Any, TypeVar
 
 import grpc
+import structlog
 from grpc import aio
+from typing_extensions import Self
 
-from baton.connection.channels import CHANNEL_OPTIONS
+from baton.calls import unary
+from baton.connection.settings import CHANNEL_OPTIONS
+from baton.connection.tracing import TRACEPARENT
+from baton.errors import BatonError, Unavailable
 from rpc.auth.tls import TlsConfig
-from rpc.tracing.channel import TracedChannel
+from rpc.timeouts import BEST_EFFORT_SECONDS, BEST_EFFORT_UNHEALTHY_SECONDS
+from rpc.tracing.span import current_span
 
 
 def open_channel(
@@ -49,3 +61,97 @@ def connect(address: str, credentials: grpc.ChannelCredentials | None, options: 
 
 def _expected(tls: TlsConfig) -> dict[str, str]:
     return {"grpc.ssl_target_name_override": tls.server_name} if tls.server_name else {}
+
+
+log = structlog.get_logger(__name__)
+
+Response = TypeVar("Response")
+
+
+async def best_effort(
+    start: "Callable[[float], aio.UnaryUnaryCall[Any, Response]]", *, healthy: bool
+) -> Response | None:
+    """The response of `start(timeout_seconds)`, a unary call; None if the peer fails or does not answer in time.
+
+    A peer that is not healthy gets less time. A cancelled caller still waits for the response, at most as long, and is
+    cancelled then.
+    """
+    seconds = BEST_EFFORT_SECONDS if healthy else BEST_EFFORT_UNHEALTHY_SECONDS
+    try:
+        # Within: the start of a call on a channel that is closed fails at once.
+        calling = asyncio.ensure_future(unary(start(seconds)))
+        return await asyncio.shield(calling)
+    except BatonError as error:
+        log.debug("best-effort call failed", error=error.message)
+        return None
+    except asyncio.CancelledError:
+        await asyncio.wait([calling], timeout=seconds)
+        if calling.done() and not calling.cancelled():
+            calling.exception()  # Retrieved, so that asyncio does not log it as lost.
+        raise
+
+
+# gRPC's multi-callables have four unrelated classes; they are wrapped alike here.
+MultiCallable = Callable[..., Any]
+
+
+class TracedChannel(aio.Channel):
+    """Wraps a channel. Calls within a span carry the span's context as metadata.
+
+    A call on a channel that is closed raises Unavailable. It is no client interceptor: gRPC runs an intercepted call in
+    one more task, and passes each message of its stream through one more generator.
+    benchmarks/telemetry/trace_propagation.py measures both.
+    """
+
+    def __init__(self, channel: aio.Channel) -> None:
+        self._channel = channel
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self._channel.__aexit__(kind, error, trace)
+
+    async def close(self, grace: float | None = None) -> None:
+        """Ends running calls after `grace` seconds."""
+        await self._channel.close(grace)
+
+    def get_state(self, try_to_connect: bool = False) -> grpc.ChannelConnectivity:
+        """The connection's state now."""
+        return self._channel.get_state(try_to_connect)
+
+    async def wait_for_state_change(self, last_observed_state: grpc.ChannelConnectivity) -> None:
+        """Returns when the connection's state has changed."""
+        await self._channel.wait_for_state_change(last_observed_state)
+
+    async def channel_ready(self) -> None:
+        """Returns when it is connected."""
+        await self._channel.channel_ready()
+
+    def unary_unary(self, *arguments: Any, **options: Any) -> Any:
+        return _traced(self._channel.unary_unary(*arguments, **options))
+
+    def unary_stream(self, *arguments: Any, **options: Any) -> Any:
+        return _traced(self._channel.unary_stream(*arguments, **options))
+
+    def stream_unary(self, *arguments: Any, **options: Any) -> Any:
+        return _traced(self._channel.stream_unary(*arguments, **options))
+
+    def stream_stream(self, *arguments: Any, **options: Any) -> Any:
+        return _traced(self._channel.stream_stream(*arguments, **options))
+
+
+def _traced(call: MultiCallable) -> MultiCallable:
+    def start(*request: Any, metadata: Any = None, **options: Any) -> Any:
+        context = current_span().metadata
+        if context:
+            given = tuple(metadata or ())
+            metadata = given if TRACEPARENT in [key for key, _ in given] else (*given, *context)
+        try:
+            return call(*request, metadata=metadata, **options)
+        except aio.UsageError as error:
+            raise Unavailable("the channel is closed") from error
+
+    return start

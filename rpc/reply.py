@@ -10,7 +10,7 @@ import grpc
 from grpc import aio
 
 from baton_http2.server.reply import Reply
-from rpc.interceptors.behaviour import as_coroutine
+from rpc.interceptors.calls import as_coroutine
 
 
 class AddReplies(aio.ServerInterceptor):  # type: ignore[type-arg]  # generic in its stubs only

@@ -15,8 +15,8 @@ from grpc_reflection.v1alpha import _async as async_reflection
 from grpc_reflection.v1alpha import reflection, reflection_pb2_grpc
 from pydantic import Field
 
-from baton.connection.channels import KEEPALIVE_OPTIONS, MAX_RECEIVE_BYTES
 from baton.connection.credentials import is_loopback
+from baton.connection.settings import KEEPALIVE_OPTIONS, MAX_RECEIVE_BYTES
 from baton.errors import ConfigError
 from baton_http2.input_budget import InputBudget, InputLimits
 from baton_http2.limits import METRICS, Http2Limits, ServerLimits
@@ -27,12 +27,11 @@ from rpc.auth.access import Access
 from rpc.auth.tls import TlsConfig
 from rpc.health import SERVICE_NAME as HEALTH_NAME
 from rpc.health import Health
-from rpc.interceptors.authorizing import authorize
+from rpc.interceptors.calls import RunningCalls, authorize
 from rpc.interceptors.errors import answer_errors
 from rpc.interceptors.logging import log_call
 from rpc.interceptors.reading import CHANNEL_OPTIONS as READ_OPTIONS
 from rpc.interceptors.reading import MalformedRequest, Reader, ReadLimits, TextLimitsOf
-from rpc.interceptors.running import RunningCalls
 from rpc.interceptors.tracing import trace_calls
 from rpc.interceptors.wrap import WrapMethods
 from rpc.reply import AddReplies
@@ -41,7 +40,7 @@ from rpc.tracing.tracer import NO_TRACER, Tracer
 from runtime.aio import run_to_completion
 from runtime.config import Section
 from runtime.metrics import REGISTRY
-from runtime.network.listening import split_address
+from runtime.network import split_address
 
 log = structlog.get_logger(__name__)
 

@@ -8,11 +8,11 @@ from functools import partial
 from typing import Any
 
 from baton.errors import ConfigError, EngineFailed
-from runtime.command_line import Process
 from runtime.garbage import exempt_living_objects
 from runtime.logs import configure_logging
 from runtime.monitor import MonitorServer, serve_monitor
 from runtime.process import run
+from runtime.settings import Process
 from services.config import WorkerConfig
 from services.engines.registry import describe, follow
 from services.server import host_worker

@@ -6,15 +6,15 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, PlainValidator, field_validator, model_validator
 
-from baton.connection.channels import MAX_RECEIVE_BYTES
+from baton.connection.settings import MAX_RECEIVE_BYTES
 from baton.errors import ConfigError
 from discovery.config import RegistryConfig
-from discovery.location import LABEL, Location
+from discovery.record import LABEL, Location
 from engine_protocol.roles import Role, role_kinds
 from media.config import MediaConfig
 from rpc.auth.tls import TlsConfig, TlsSection
 from rpc.server import ConnectionLimits, ServerKind, default_server
-from rpc.tracing.config import TracingConfig
+from rpc.tracing.exporter import TracingConfig
 from runtime.config import Section
 from runtime.entropy import token_hex
 from runtime.logs import LogConfig

@@ -36,11 +36,12 @@ from services.parts import WorkerParts
 from services.requests.calls import Calls, RunningCall
 from services.requests.decoded import Accepted, Yielded, response, tokens_response
 from services.requests.fault_injection import NO_FAULTS, Faults, Metadata
-from services.requests.loras import require_lora, using_lora
 from services.requests.prompts import (
     check_limits,
     read_prompt,
     read_sampling,
+    require_lora,
+    using_lora,
 )
 from services.resume.stream import KeptStream
 from services.resume.streams import KeptStreams, attached, require_later
@@ -331,17 +332,23 @@ class Decoder:
 class TimedTokens:
     """The TokenSource of a generation, whose tokens are timed and counted. `finished` is set at their end."""
 
+    __slots__ = ("_clock", "_decode", "_generation", "finished", "generated")
+
     finished: Finished
 
     def __init__(self, decode: RunningDecode, clock: DecodeClock) -> None:
-        self.subscribe = decode.generation.subscribe
         self.generated = 0
+        self._generation = decode.generation
         self._decode = decode
         self._clock = clock
 
+    async def subscribe(self, ready: Callable[[], None]) -> None:
+        """Begins, and calls `ready` whenever `pull` has something new."""
+        await self._generation.subscribe(ready)
+
     def pull(self) -> tuple[Sequence[int], bool]:
         """The new ids, and whether they were the last. Raises what ended the generation, if it failed."""
-        ids, end = self._decode.generation.pull()
+        ids, end = self._generation.pull()
         if ids:
             if not self.generated:
                 self._clock.note_tokens()

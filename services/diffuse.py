@@ -8,7 +8,7 @@ from typing import Any
 from baton.engine.v1 import diffuse_pb2, diffuse_pb2_grpc
 from baton.errors import DeadlineUnreachable
 from baton.inference.v1 import image_pb2
-from rpc.interceptors.arrival import arrived_at
+from rpc.interceptors.calls import arrived_at
 from rpc.metadata import remaining_seconds
 from rpc.server import Service
 from rpc.violations import Violations

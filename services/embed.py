@@ -12,12 +12,11 @@ from baton.engine.v1 import embed_pb2, embed_pb2_grpc
 from baton.errors import EngineFailed, InvalidRequest
 from baton.inference.v1 import embed_pb2 as inference_pb2
 from baton.inference.v1 import generate_pb2, timing_pb2
-from rpc.interceptors.arrival import arrived_at
+from rpc.interceptors.calls import arrived_at
 from rpc.server import Service
 from rpc.violations import Violations
 from runtime.clock import perf_counter
-from services.engines.base import EmbeddingRules
-from services.engines.embedding import TextEmbedder, Vector
+from services.engines.base import EmbeddingRules, TextEmbedder, Vector
 from services.identity import Identity
 from services.parts import WorkerParts
 from services.requests.calls import Calls

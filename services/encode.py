@@ -9,9 +9,9 @@ from typing import Any
 from baton.engine.v1 import encode_pb2, encode_pb2_grpc
 from baton.errors import InvalidRequest, Unsupported
 from baton.inference.v1 import media_pb2, timing_pb2
-from media.item import MediaItem
+from media.content import MediaItem
 from media.loader import MediaLoader
-from rpc.interceptors.arrival import arrived_at
+from rpc.interceptors.calls import arrived_at
 from rpc.server import Service
 from runtime.aio import wait_until_done
 from runtime.clock import perf_counter
@@ -21,7 +21,7 @@ from services.engines.prompt import Embedding, Media
 from services.handoff.leases import Lease, LeaseTable
 from services.handoff.service import release_if_undelivered
 from services.identity import Identity
-from services.multimodal.embedding_pool import EmbeddingPool
+from services.multimodal.embedding_pull import EmbeddingPool
 from services.parts import WorkerParts
 from services.requests.calls import Calls
 from services.telemetry import metrics

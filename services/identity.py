@@ -7,9 +7,8 @@ from dataclasses import dataclass
 import structlog
 
 from baton.errors import Draining, ModelNotFound, RoleMismatch, StaleEpoch
-from discovery.location import UNKNOWN, Location
 from discovery.pairing import unpaired
-from discovery.record import CHECKS_HANDOFFS, KEEPS_STREAMS
+from discovery.record import CHECKS_HANDOFFS, KEEPS_STREAMS, UNKNOWN, Location
 from discovery.registry import Registration, Registry, WorkerRecord
 from engine_protocol.roles import Role
 from runtime.aio import timeout

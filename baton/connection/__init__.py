@@ -1,9 +1,7 @@
 """The parts of a call that both clients share. `Tls` and `Retry` are public, as `baton.Tls` and `baton.Retry`.
 
-credentials.py    `Tls`, and tokens
+credentials.py    `Tls`, and tokens; the keys of the metadata that a call carries
 retry.py          `Retry` and `Resume`: which failed calls are made again, after which pause, and which answers go on
-settings.py       the checked arguments of a client, and the attempts of one call
-channels.py       the options of gRPC channels
-metadata.py       the keys of the metadata that a call carries
+settings.py       the checked arguments of a client, and the attempts of one call; the options of gRPC channels
 tracing.py        the span of a call, and the trace context that it sends
 """

@@ -1,4 +1,7 @@
-"""The credentials of a client: trusted authorities, its own certificate, its token."""
+"""The credentials of a client: trusted authorities, its own certificate, its token.
+
+The keys of the metadata that clients and routers exchange, and the metadata of a call.
+"""
 
 from dataclasses import dataclass
 from ipaddress import ip_address
@@ -6,9 +9,30 @@ from os import PathLike
 
 import grpc
 
-from baton.connection.metadata import Metadata, header
-from baton.errors import ConfigError
+from baton.errors import ConfigError, InvalidRequest
 from baton.files import read_file
+
+# The tenant whose quota a request counts for, and its priority; see docs/admission.md.
+TENANT_KEY = "x-baton-tenant"
+PRIORITY_KEY = "x-baton-priority"
+
+# Asks for a record of the request: docs/replay.md.
+RECORD_KEY = "x-baton-record"
+
+# Trailing metadata with a Timings message, also of failed requests.
+TIMINGS_KEY = "x-baton-timings-bin"
+
+Metadata = tuple[tuple[str, str], ...]
+
+RECORDED: Metadata = ((RECORD_KEY, "1"),)
+
+
+def header(key: str, value: str) -> Metadata:
+    """One pair, or none for an empty value. Raises InvalidRequest for a value that gRPC cannot send."""
+    if not value.isascii() or not value.isprintable():
+        raise InvalidRequest.of(key, "must be printable ASCII, as all gRPC metadata")
+    return ((key, value),) if value else ()
+
 
 _LARGEST_PEM_BYTES = 4 * 1024 * 1024
 

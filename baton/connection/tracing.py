@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import grpc
 
-from baton.connection.metadata import Metadata
+from baton.connection.credentials import Metadata
 from baton.errors import BatonError, Cancelled
 from baton.version import __version__
 

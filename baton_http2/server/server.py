@@ -15,9 +15,8 @@ from baton_http2.security import require_http2
 from baton_http2.server.calls import Calls
 from baton_http2.server.connection import Connection, Connections
 from baton_http2.server.methods import Refuse
-from baton_http2.sockets.accepting import Acceptor
+from baton_http2.sockets.accepting import Acceptor, open_sockets
 from baton_http2.sockets.descriptors import OpenConnections
-from baton_http2.sockets.listening import open_sockets
 from baton_http2.wire.frames import ENHANCE_YOUR_CALM, goaway, settings
 
 # Left to everything but clients, where a server is on its own.
@@ -99,6 +98,7 @@ class Http2Server:
         """
         if self._acceptor is not None:
             self._acceptor.close()
+            await self._acceptor.wait_closed()
         for each in self._sockets:
             each.close()
         for connection in tuple(self.connections.open):
@@ -108,8 +108,6 @@ class Http2Server:
         for connection in tuple(self.connections.open):
             connection.close("the server stops")
         await self._wait_until(lambda: not self.connections.open, _CLOSE_SECONDS)
-        if self._acceptor is not None:
-            await self._acceptor.wait_closed()
 
     @property
     def _is_busy(self) -> bool:

@@ -13,7 +13,7 @@ from grpc import aio
 from support.clients.kserve_call import text_request
 from support.images.pictures import picture
 
-from baton.connection.metadata import TENANT_KEY
+from baton.connection.credentials import TENANT_KEY
 from baton.inference.v1 import generate_pb2, inference_service_pb2_grpc
 from baton.kserve import inference_pb2
 from benchmarks.leftovers.cluster import MODEL, REFUSED_TENANT, Cluster

@@ -10,8 +10,8 @@ from benchmarks.peers.clients.load import STEP_SECONDS
 from benchmarks.peers.clients.steps import StepLog
 from benchmarks.processes import child, received, run_process, until_told
 from benchmarks.router_overhead import worker_config
+from devtools.trace_viewer.api import open_viewer
 from devtools.trace_viewer.store import Bounds
-from devtools.trace_viewer.viewer import open_viewer
 from discovery.memory import MemoryRegistry
 from discovery.record import WorkerRecord
 from services.engines.simulated.scheduler import SimulatedScheduler

@@ -14,7 +14,7 @@ from benchmarks.routing.comparison import Answer, Plan
 from benchmarks.routing.simulated.clock import StepCosts, Time
 from benchmarks.routing.simulated.router import SimulatedRouter
 from benchmarks.routing.simulated.worker import SimulatedWorker
-from devtools.bench.summary import Percentiles
+from devtools.bench.report import Percentiles
 from devtools.bench.traces import BLOCK_TOKENS, TracedRequest
 from router.routing.policy import Candidates, Placement, RoutingRequest, W
 from router.routing.prefix.predicted import PredictedSeconds

@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from benchmarks.routing.shapes import SHAPES
-from devtools.bench.summary import Percentiles
+from devtools.bench.report import Percentiles
 from devtools.bench.traces import KINDS, TracedRequest, generate_trace, ideal_hit_rate, read_trace
 
 

@@ -15,11 +15,11 @@ from multiprocessing.connection import Connection
 from benchmarks.processes import child, received, run_process, run_router, until_told
 from benchmarks.router_overhead import Client, run_workers
 from benchmarks.telemetry.variants import CONTROL, OFF, ROUNDS, Comparison, Variant
+from devtools.trace_viewer.api import open_viewer
 from devtools.trace_viewer.store import Bounds
-from devtools.trace_viewer.viewer import open_viewer
 from discovery.record import WorkerRecord
 from router.config import RouterConfig
-from rpc.tracing.config import TracingConfig
+from rpc.tracing.exporter import TracingConfig
 
 
 def run_viewer(pipe: Connection) -> None:

@@ -15,7 +15,7 @@ from opentelemetry.trace import SpanContext, TraceFlags
 
 from baton.inference.v1 import generate_pb2 as pb
 from baton.inference.v1 import inference_service_pb2_grpc as inference
-from rpc.tracing.channel import TracedChannel
+from rpc.channels import TracedChannel
 from rpc.tracing.span import NO_SPAN, Span, current_span, entered
 
 CALLS = 200

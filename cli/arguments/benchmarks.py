@@ -3,8 +3,7 @@
 import argparse
 from typing import TypeAlias
 
-from cli.arguments.connecting import address
-from cli.arguments.values import UINT32, UINT64, count, integer, not_negative, positive, share, span
+from cli.arguments.values import UINT32, UINT64, address, count, integer, not_negative, positive, share, span
 
 # The values of `baton bench replay --generate`.
 TRACES = ("mixed", "conversations", "agents", "system-prompts", "zipf", "sessions")

@@ -2,8 +2,7 @@
 
 import argparse
 
-from cli.arguments.connecting import address, credentials
-from cli.arguments.values import UINT32, integer, positive
+from cli.arguments.values import UINT32, address, credentials, integer, positive
 from engine_protocol.roles import roles
 
 # The values of `baton up --mode`: aggregated, disaggregated, and encode, prefill and decode on separate workers.

@@ -1,9 +1,8 @@
-"""Options of the commands about records of requests."""
+"""Options of the commands about records and traces of requests."""
 
 import argparse
 
-from cli.arguments.connecting import address
-from cli.arguments.values import positive
+from cli.arguments.values import UINT32, address, integer, positive
 
 
 def record(parser: argparse.ArgumentParser) -> None:
@@ -32,3 +31,31 @@ def why(parser: argparse.ArgumentParser) -> None:
 def _of_tenant(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--tenant", default="", metavar="NAME", help="whose request it is, unless credentials say so")
     address(parser)
+
+
+def traces(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--otlp", default="127.0.0.1:4317", metavar="HOST:PORT", help="listen here for spans (OTLP/gRPC)"
+    )
+    parser.add_argument("--listen", default="127.0.0.1:16686", metavar="HOST:PORT", help="serve the page here")
+    parser.add_argument(
+        "--max-traces",
+        type=integer(UINT32),
+        default=10_000,
+        metavar="N",
+        help="keep at most N traces (default: 10000)",
+    )
+    parser.add_argument(
+        "--max-mib", type=integer(UINT32), default=128, metavar="N", help="keep at most N MiB of spans (default: 128)"
+    )
+
+
+def trace(parser: argparse.ArgumentParser) -> None:
+    verify = parser.add_subparsers(dest="action", metavar="ACTION", required=True).add_parser(
+        "verify", help="check a request's trace against the contract in docs/tracing.md"
+    )
+    verify.add_argument("trace_id", metavar="TRACE_ID", help="from a log line or the page of `baton traces`")
+    verify.add_argument("--url", help="a Jaeger query API (default: the local cluster's, or http://127.0.0.1:16686)")
+    verify.add_argument(
+        "--wait", type=positive, default=5.0, metavar="SECONDS", help="wait this long for spans to arrive (default: 5)"
+    )

@@ -3,8 +3,7 @@
 import argparse
 
 from baton.sampling_options import OPTIONS
-from cli.arguments.connecting import address
-from cli.arguments.values import UINT32, count, integer, number, positive
+from cli.arguments.values import UINT32, address, count, integer, number, positive
 
 
 def generate(parser: argparse.ArgumentParser) -> None:
@@ -42,9 +41,7 @@ def generate(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print each event of the stream as a line of JSON")
     parser.add_argument("--timing", action="store_true", help="print the timings of all stages at the end")
     parser.add_argument("--timeout", type=positive, metavar="SECONDS", help="the request's deadline")
-    parser.add_argument(
-        "--tenant", default="", metavar="NAME", help="the tenant whose quota applies, unless credentials name one"
-    )
+    _tenant(parser)
     parser.add_argument(
         "--priority",
         type=int,
@@ -62,9 +59,7 @@ def chat(parser: argparse.ArgumentParser) -> None:
     _sampling(parser)
     parser.add_argument("--timing", action="store_true", help="print the timings of each answer")
     parser.add_argument("--timeout", type=positive, metavar="SECONDS", help="the deadline of each answer")
-    parser.add_argument(
-        "--tenant", default="", metavar="NAME", help="the tenant whose quota applies, unless credentials name one"
-    )
+    _tenant(parser)
     address(parser)
 
 
@@ -85,9 +80,7 @@ def embed(parser: argparse.ArgumentParser) -> None:
         help="scale vectors to the length 1, or not (default: as the model says)",
     )
     parser.add_argument("--timeout", type=positive, metavar="SECONDS", help="the request's deadline")
-    parser.add_argument(
-        "--tenant", default="", metavar="NAME", help="the tenant whose quota applies, unless credentials name one"
-    )
+    _tenant(parser)
     address(parser)
 
 
@@ -103,9 +96,7 @@ def draw(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--seed", type=int, metavar="N", help="the same seed gives the same picture again")
     parser.add_argument("--number", type=count(UINT32), metavar="N", help="how many pictures (default: 1)")
     parser.add_argument("--timeout", type=positive, metavar="SECONDS", help="the request's deadline")
-    parser.add_argument(
-        "--tenant", default="", metavar="NAME", help="the tenant whose quota applies, unless credentials name one"
-    )
+    _tenant(parser)
     address(parser)
 
 
@@ -142,4 +133,10 @@ def _sampling(parser: argparse.ArgumentParser) -> None:
         parser.add_argument(option.flag, type=reads, metavar="N", help=option.row.help)
     parser.add_argument(
         "--stop", action="append", default=[], metavar="TEXT", help="stop before this text; may be repeated"
+    )
+
+
+def _tenant(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--tenant", default="", metavar="NAME", help="the tenant whose quota applies, unless credentials name one"
     )

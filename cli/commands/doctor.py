@@ -36,21 +36,21 @@ async def _findings(arguments: argparse.Namespace) -> AsyncGenerator[Finding, No
 
 
 async def _installation() -> AsyncGenerator[Finding, None]:
-    from devtools.doctor import packages, stubs
+    from devtools.doctor import packages
 
-    for check in (packages.check_python, packages.check_versions, packages.check_names, stubs.check_stubs):
+    for check in (packages.check_python, packages.check_versions, packages.check_names, packages.check_stubs):
         for finding in check():
             yield finding
 
 
 async def _surroundings(arguments: argparse.Namespace) -> AsyncGenerator[Finding, None]:
-    from cli.credentials import find_credentials
+    from cli.connection import find_credentials
     from cli.local.plan import etcd_binary
     from cli.local.ports import PREFERRED_ROUTER_PORT
     from cli.local.state import StateFolder
-    from devtools.doctor import gpus, host
+    from devtools.doctor import host
     from devtools.doctor.cluster import RouterTarget, check_cluster
-    from runtime.gpus import visible_gpus
+    from runtime.machine import visible_gpus
 
     state = StateFolder().read()
     for findings in (
@@ -58,7 +58,7 @@ async def _surroundings(arguments: argparse.Namespace) -> AsyncGenerator[Finding
         host.check_port(PREFERRED_ROUTER_PORT, state.address if state else None),
         host.check_shared_memory(),
         host.check_memory(),
-        gpus.check_gpus(visible_gpus()),
+        host.check_gpus(visible_gpus()),
     ):
         for finding in findings:
             yield finding
@@ -70,8 +70,7 @@ async def _surroundings(arguments: argparse.Namespace) -> AsyncGenerator[Finding
 async def _deployment(paths: Sequence[Path]) -> AsyncGenerator[Finding, None]:
     """Checks the processes that files would start in this folder; none of them has to run."""
     from baton.errors import ConfigError
-    from devtools.doctor.deployment import EnvoyFile, Start, read
-    from devtools.doctor.effective import ask
+    from devtools.doctor.deployment import EnvoyFile, Start, ask, read
     from devtools.doctor.timeouts import check_timeouts
 
     folder = Path.cwd()

@@ -7,7 +7,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from baton.calls import unary
 from baton.enum_names import value_name
 from cli.address import find_address
-from cli.credentials import find_credentials
+from cli.connection import find_credentials
 from rpc.channels import open_channel
 
 CHECK_SECONDS = 2.0

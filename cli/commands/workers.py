@@ -1,22 +1,26 @@
-"""`baton workers`: the registered workers, their health as the router sees it, and their load."""
+"""The workers: their health and load, their adapters (`baton lora`), and where their answers run.
+
+`baton move`, `baton drain` and `baton role` send what a worker runs elsewhere; no request ends by them.
+"""
 
 import argparse
+import time
 
 from baton.enum_names import value_name
-from baton.inference.v1 import cluster_service_pb2, generate_pb2
+from baton.inference.v1 import cluster_service_pb2, generate_pb2, lora_pb2
 from cli.connection import connect
 from cli.terminal import output, table
 
-_NUMBERS = ("running/waiting", "blocks used/held/total")
+_WORKER_NUMBERS = ("running/waiting", "blocks used/held/total")
 _KEPT = "kept/parked"
-_COLUMNS = ("worker", "role", "state", "address", "model", *_NUMBERS, "cache", "transports")
+_COLUMNS = ("worker", "role", "state", "address", "model", *_WORKER_NUMBERS, "cache", "transports")
 _MEMORY_COLUMNS = (
     *("worker", "pool used/total", "host used/total", "disk used/total"),
     *("in pool", "from host", "from disk", "prompt tokens"),
 )
 
 
-async def run(arguments: argparse.Namespace) -> int:
+async def list_workers(arguments: argparse.Namespace) -> int:
     """Prints a table of workers."""
     async with connect(arguments) as client:
         workers = await client.workers()
@@ -26,7 +30,7 @@ async def run(arguments: argparse.Namespace) -> int:
     if arguments.memory:
         output().print(table(_MEMORY_COLUMNS, [_memory(each) for each in workers], numbers=_MEMORY_COLUMNS[1:]))
         return 0
-    columns, rows = list(_COLUMNS), [_row(each) for each in workers]
+    columns, rows = list(_COLUMNS), [_worker_row(each) for each in workers]
     if any(map(_location, workers)):
         columns.append("location")
         rows = [[*row, _location(each) or "-"] for row, each in zip(rows, workers, strict=True)]
@@ -36,14 +40,14 @@ async def run(arguments: argparse.Namespace) -> int:
             [*row, f"{each.load.kept_streams}/{each.load.parked_streams}"]
             for row, each in zip(rows, workers, strict=True)
         ]
-    output().print(table(columns, rows, numbers=(*_NUMBERS, _KEPT)))
+    output().print(table(columns, rows, numbers=(*_WORKER_NUMBERS, _KEPT)))
     for worker in workers:
         for problem in filter(None, [worker.problem, *worker.pairing_problems]):
             print(f"{worker.worker_id}: {problem}")
     return 0
 
 
-def _row(worker: cluster_service_pb2.Worker) -> list[str]:
+def _worker_row(worker: cluster_service_pb2.Worker) -> list[str]:
     load = worker.load
     return [
         worker.worker_id,
@@ -101,3 +105,64 @@ def _transports(worker: cluster_service_pb2.Worker) -> str:
 def state_name(state: "cluster_service_pb2.WorkerState.ValueType") -> str:
     """The state in one word: ready, unhealthy or draining."""
     return value_name(cluster_service_pb2.WorkerState, state)
+
+
+async def move(arguments: argparse.Namespace) -> int:
+    """Asks a worker to give answers away; routers move them within a moment."""
+    async with connect(arguments) as client:
+        streams = await client.move_streams(arguments.worker, streams=arguments.streams)
+    print(f"{arguments.worker} gives {streams} {'answer' if streams == 1 else 'answers'} to other workers")
+    return 0
+
+
+async def drain(arguments: argparse.Namespace) -> int:
+    """Waits until nothing is left on a worker."""
+    started = time.monotonic()
+    async with connect(arguments) as client:
+        await client.drain_worker(arguments.worker, grace_seconds=arguments.grace)
+    print(f"{arguments.worker} is drained after {time.monotonic() - started:.1f} s")
+    return 0
+
+
+async def change_role(arguments: argparse.Namespace) -> int:
+    """Waits until nothing of the other role is left on a worker."""
+    started = time.monotonic()
+    async with connect(arguments) as client:
+        await client.change_role(arguments.worker, arguments.role, timeout_seconds=arguments.timeout)
+    print(f"{arguments.worker} has the role {arguments.role} after {time.monotonic() - started:.1f} s")
+    return 0
+
+
+async def run_lora(arguments: argparse.Namespace) -> int:
+    """Prints what each worker has afterwards. Exit code 1 if a worker has failed, others may have succeeded."""
+    async with connect(arguments) as client:
+        if arguments.action == "list":
+            workers = await client.loras(arguments.model)
+        else:
+            change = client.load_lora if arguments.action == "load" else client.unload_lora
+            workers = await change(
+                arguments.name,
+                model=arguments.model,
+                worker_ids=arguments.worker,
+                timeout_seconds=arguments.timeout,
+            )
+    columns = ["worker", "adapter", "state", "rank", "content"]
+    output().print(table(columns, [row for worker in workers for row in _lora_rows(worker)], numbers=["rank"]))
+    for worker in workers:
+        if worker.problem:
+            print(f"{worker.worker_id}: {worker.problem}")
+        for rejected in worker.inventory.rejected:
+            print(f"{worker.worker_id}: {rejected.name} is rejected: {rejected.reason}")
+    return 1 if any(worker.problem for worker in workers) else 0
+
+
+def _lora_rows(worker: lora_pb2.WorkerLoras) -> list[list[str]]:
+    if worker.problem:
+        return [[worker.worker_id, "-", "failed", "", ""]]
+    states = {"loaded": worker.inventory.loaded, "available": worker.inventory.available}
+    rows = [
+        [worker.worker_id, adapter.name, state, str(adapter.rank), adapter.digest[:12]]
+        for state, adapters in states.items()
+        for adapter in adapters
+    ]
+    return rows or [[worker.worker_id, "-", "none", "", ""]]

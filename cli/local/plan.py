@@ -17,7 +17,7 @@ from cli.local.envoy import EnvoyAddresses, envoy_binary, envoy_config
 from cli.local.ports import free_port, port_or_another, router_port
 from engine_protocol.roles import Role as WorkerRole
 from engine_protocol.roles import roles, with_kv
-from runtime.gpus import visible_gpus
+from runtime.machine import visible_gpus
 
 # The checkout, which has the configurations of workers and router.
 ROOT = Path(__file__).resolve().parents[2]

@@ -2,7 +2,7 @@
 
 import random
 
-from runtime.network.ports import is_free
+from runtime.network import is_free
 
 PREFERRED_ROUTER_PORT = 7070
 ATTEMPTS = 200

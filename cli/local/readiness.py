@@ -15,7 +15,7 @@ from baton.inference.v1 import cluster_service_pb2, generate_pb2
 from cli.local.state import ClusterState, ProcessState, StateFolder
 from engine_protocol.roles import roles
 from rpc.channels import open_channel
-from runtime.network.ports import is_listening
+from runtime.network import is_listening
 
 POLL_SECONDS = 0.1
 REQUEST_SECONDS = 30.0

@@ -7,8 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from devtools.bench.report import save_plot
-from devtools.bench.summary import Summary
+from devtools.bench.report import Summary, save_plot
 
 _COLUMNS = "step | server | output tokens/s | requests/s | TTFT p50 | p99 | ITL p50 | p99 | failed | short"
 _RATES: Sequence[Callable[[Summary], float]] = (

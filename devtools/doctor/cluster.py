@@ -16,7 +16,7 @@ from baton.inference.v1 import cluster_service_pb2
 from devtools.doctor.finding import Finding, broken, warning, well
 from rpc.auth.tls import TlsConfig
 from rpc.channels import open_channel
-from runtime.network.ports import is_listening
+from runtime.network import is_listening
 
 CHECK_SECONDS = 5.0
 

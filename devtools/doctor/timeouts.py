@@ -4,8 +4,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from devtools.doctor.deployment import EnvoyFile, seconds
-from devtools.doctor.effective import ConfiguredProcess
+from devtools.doctor.deployment import ConfiguredProcess, EnvoyFile, seconds
 from devtools.doctor.finding import Finding, broken, warning, well
 from rpc.timeouts import LEASE_ANSWER_SECONDS, MIN_PING_SECONDS
 

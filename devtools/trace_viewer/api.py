@@ -1,16 +1,25 @@
-"""The viewer's HTTP API: Jaeger's query API, and the page."""
+"""The viewer's HTTP API: Jaeger's query API, and the page.
+
+The whole viewer: OTLP in, Jaeger's API and the page out, over one store.
+"""
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import AsyncGenerator, Mapping
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass
 from functools import cache
 from importlib import resources
+from typing import Any
 from urllib.parse import unquote
 
-from devtools.trace_viewer import jaeger
-from devtools.trace_viewer.http import HttpAnswer, RequestTarget
-from devtools.trace_viewer.search import Query, dependencies, search, since
-from devtools.trace_viewer.store import TraceStore
+from opentelemetry.proto.collector.trace.v1 import trace_service_pb2, trace_service_pb2_grpc
+
+from devtools.trace_viewer import reading
+from devtools.trace_viewer.http import HttpAnswer, RequestTarget, serve_http
+from devtools.trace_viewer.store import Bounds, Query, TraceStore, dependencies, search, since
+from rpc.health import Health
+from rpc.server import Service, serve
 
 _MOST_TRACES = 1500
 _DEFAULT_TRACES = 100
@@ -41,16 +50,16 @@ class TraceApi:
         try:
             return await self._route(parts, target.query)
         except _Wrong as error:
-            return _json(jaeger.failure(400, str(error)), 400)
+            return _json(reading.failure(400, str(error)), 400)
 
     async def _route(self, parts: list[str], query: Mapping[str, list[str]]) -> HttpAnswer:
         match parts:
             case [""] | ["search"] | ["trace", _]:
                 return HttpAnswer(200, page(), _PAGE_HEADERS)
             case ["api", "services"]:
-                return _json(jaeger.envelope(self._store.services))
+                return _json(reading.envelope(self._store.services))
             case ["api", "services", service, "operations"]:
-                return _json(jaeger.envelope(sorted({each.name for each in self._store.operations(service)})))
+                return _json(reading.envelope(sorted({each.name for each in self._store.operations(service)})))
             case ["api", "operations"]:
                 return self._operations(_one(query, "service"), _one(query, "spanKind"))
             case ["api", "traces"]:
@@ -59,15 +68,15 @@ class TraceApi:
                 return self._trace(trace_id)
             case ["api", "dependencies"]:
                 edges = await dependencies(self._store)
-                return _json(jaeger.envelope([jaeger.dependency(edge) for edge in edges]))
+                return _json(reading.envelope([reading.dependency(edge) for edge in edges]))
             case _:
-                return _json(jaeger.failure(404, "nothing is served at this path"), 404)
+                return _json(reading.failure(404, "nothing is served at this path"), 404)
 
     def _operations(self, service: str, kind: str) -> HttpAnswer:
         if not service:
             raise _Wrong("parameter 'service' is required")
-        found = [jaeger.operation(each) for each in self._store.operations(service)]
-        return _json(jaeger.envelope([each for each in found if kind in ("", each["spanKind"])]))
+        found = [reading.operation(each) for each in self._store.operations(service)]
+        return _json(reading.envelope([each for each in found if kind in ("", each["spanKind"])]))
 
     async def _traces(self, query: Mapping[str, list[str]]) -> HttpAnswer:
         if query.get("traceID"):
@@ -75,13 +84,13 @@ class TraceApi:
             traces = [found for found in map(self._store.find, ids) if found]
         else:
             traces = await search(self._store, _query(query))
-        return _json(jaeger.envelope([jaeger.trace(each) for each in traces]))
+        return _json(reading.envelope([reading.trace(each) for each in traces]))
 
     def _trace(self, text: str) -> HttpAnswer:
         found = self._store.find(_trace_id(text))
         if found is None:
-            return _json(jaeger.failure(404, "trace not found"), 404)
-        return _json(jaeger.envelope([jaeger.trace(found)]))
+            return _json(reading.failure(404, "trace not found"), 404)
+        return _json(reading.envelope([reading.trace(found)]))
 
 
 @cache
@@ -90,7 +99,7 @@ def page() -> bytes:
     return resources.files("devtools.trace_viewer").joinpath("page.html").read_bytes()
 
 
-def _json(value: jaeger.Json, status: int = 200) -> HttpAnswer:
+def _json(value: reading.Json, status: int = 200) -> HttpAnswer:
     body = json.dumps(value, ensure_ascii=False, separators=(",", ":")).encode("utf-8", "replace")
     return HttpAnswer(status, body, {"content-type": "application/json; charset=utf-8"})
 
@@ -153,3 +162,46 @@ def _trace_id(text: str) -> bytes:
     if not re.fullmatch("[0-9a-fA-F]{1,32}", text):
         raise _Wrong(f"{text!r} is not a trace id")
     return bytes.fromhex(text.zfill(32))
+
+
+SERVICE_NAME: str = trace_service_pb2.DESCRIPTOR.services_by_name["TraceService"].full_name
+
+
+class TraceSink(trace_service_pb2_grpc.TraceServiceServicer):
+    """Stores the spans that exporters send."""
+
+    def __init__(self, store: TraceStore) -> None:
+        self._store = store
+
+    async def Export(
+        self, request: trace_service_pb2.ExportTraceServiceRequest, _context: Any
+    ) -> trace_service_pb2.ExportTraceServiceResponse:
+        self._store.add(request.resource_spans)
+        return trace_service_pb2.ExportTraceServiceResponse()
+
+
+@dataclass(frozen=True, slots=True)
+class Viewer:
+    """A viewer that listens: for exporters at `otlp_address`, for browsers at `http_address`."""
+
+    otlp_address: str
+    http_address: str
+    store: TraceStore
+
+    @property
+    def url(self) -> str:
+        """Where the page is."""
+        return f"http://{self.http_address}"
+
+
+@asynccontextmanager
+async def open_viewer(otlp_listen: str, http_listen: str, bounds: Bounds) -> AsyncGenerator[Viewer, None]:
+    """A viewer while the context is open. Raises ConfigError if it cannot listen."""
+    store, health = TraceStore(bounds), Health()
+    add = trace_service_pb2_grpc.add_TraceServiceServicer_to_server
+    async with AsyncExitStack() as stack:
+        services = [Service(SERVICE_NAME, add, TraceSink(store))]
+        server = await stack.enter_async_context(serve(otlp_listen, services, health=health, drain_seconds=1.0))
+        port = await stack.enter_async_context(serve_http(http_listen, TraceApi(store).answer))
+        health.set("", True)
+        yield Viewer(server.address, f"{http_listen.rpartition(':')[0]}:{port}", store)

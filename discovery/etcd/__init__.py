@@ -3,12 +3,10 @@
 | module | subject |
 |---|---|
 | registry | `EtcdRegistry` |
-| registration | a worker's record under a lease |
-| id_allocation | small ids under a lease |
-| watch, watch_stream | the workers of a namespace; one watch on one member |
-| client | the etcd calls, each with a deadline |
-| endpoints, token, methods | members, authentication, gRPC methods |
-| retry | retries of the first calls |
+| registration | a worker's record under a lease; small ids under a lease |
+| watch | the workers of a namespace |
+| client | the etcd calls, each with a deadline; one watch on one member |
+| methods | the gRPC methods, the members of the cluster, authentication |
 | config | the settings |
 
 It has its own client: the published Python clients cannot be imported beside a current protobuf, or do not recover from

@@ -9,11 +9,10 @@ from typing_extensions import Self
 from discovery.backoff import retry_until
 from discovery.etcd.client import EtcdClient
 from discovery.etcd.config import EtcdConfig
-from discovery.etcd.id_allocation import EtcdAllocatedId
-from discovery.etcd.registration import EtcdRegistration, epoch_in
+from discovery.etcd.registration import EtcdAllocatedId, EtcdRegistration, epoch_in
 from discovery.etcd.watch import WorkerWatch
-from discovery.keys import WorkerKeys
 from discovery.record import WorkerRecord, epoch_after
+from discovery.registry import WorkerKeys
 from discovery.renewal import renewed
 
 # Shorter than a worker's: until it is over the others have a part of the quotas whose home has died.

@@ -10,10 +10,9 @@ from baton.errors import BatonError, PermissionDenied, Unauthenticated
 from baton.etcd.v1 import kv_pb2, watch_pb2
 from discovery.backoff import Backoff
 from discovery.etcd.client import EtcdClient, Listing
-from discovery.keys import WorkerKeys
-from discovery.latest import Latest, values_of
-from discovery.membership import Membership
+from discovery.membership import Latest, Membership, values_of
 from discovery.record import WorkerRecord
+from discovery.registry import WorkerKeys
 
 _log = structlog.get_logger(__name__)
 

@@ -9,11 +9,10 @@ from typing_extensions import Self
 
 from discovery.backoff import retry_until
 from discovery.file.folder import SharedFolder
-from discovery.file.id_allocation import FileAllocatedId
-from discovery.file.registration import FileRegistration, worker_and_epoch
+from discovery.file.registration import FileAllocatedId, FileRegistration, worker_and_epoch
 from discovery.file.watch import FolderWatch
-from discovery.keys import WorkerKeys
 from discovery.record import WorkerRecord, epoch_after
+from discovery.registry import WorkerKeys
 from discovery.renewal import renewed
 
 

@@ -7,11 +7,9 @@ from pathlib import Path
 import structlog
 
 from baton.errors import BatonError, PermissionDenied
-from discovery.file.folder import SharedFolder, Version
-from discovery.file.lifetimes import Lifetimes
+from discovery.file.folder import Lifetimes, SharedFolder, Version
 from discovery.file.registration import worker_and_epoch
-from discovery.latest import Latest, values_of
-from discovery.membership import Membership
+from discovery.membership import Latest, Membership, values_of
 from discovery.record import WorkerRecord
 
 _log = structlog.get_logger(__name__)

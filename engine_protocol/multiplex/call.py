@@ -15,7 +15,7 @@ from baton_http2.wire.metadata import Metadata, Pairs
 from engine_protocol.lane import TokenReply, TokenSource
 from engine_protocol.multiplex.metadata import from_messages, to_messages
 from engine_protocol.multiplex.response_queue import CallTokens, ResponseQueue
-from rpc.interceptors.arrival import record_arrival
+from rpc.interceptors.calls import record_arrival
 from runtime.clock import monotonic
 
 log = structlog.get_logger(__name__)

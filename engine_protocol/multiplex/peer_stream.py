@@ -11,7 +11,7 @@ from google.protobuf.message import DecodeError
 from grpc import StatusCode, aio
 
 from baton.calls import stream
-from baton.connection.channels import MAX_RECEIVE_BYTES
+from baton.connection.settings import MAX_RECEIVE_BYTES
 from baton.engine.v1 import multiplex_pb2 as pb
 from baton.engine.v1 import multiplex_pb2_grpc
 from baton.error_details import from_rpc_error

@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Protocol
 
 from baton.engine.v1 import multiplex_pb2 as pb
@@ -28,26 +29,29 @@ class Ended(Protocol):
 
 
 class CallTokens:
-    """The tokens that one call sends. `done` ends with their source."""
+    """The tokens that one call sends. `done` ends with their source, and `has_ended` says so at less cost."""
 
-    __slots__ = ("call", "done", "is_paused", "source")
+    __slots__ = ("call", "done", "has_ended", "is_paused", "source")
 
     def __init__(self, call: int, source: TokenSource, *, is_paused: bool) -> None:
         self.call = call
         self.source: TokenSource | None = source  # until its end is no longer waited for
         self.is_paused = is_paused
+        self.has_ended = False
         self.done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     def pull(self) -> Sequence[int]:
         """The ids since the last time. What the source raises becomes the result of `done`."""
-        if self.source is None or self.done.done():
+        if self.source is None or self.has_ended:
             return ()
         try:
-            ids, is_last = self.source.pull()
+            ids, self.has_ended = self.source.pull()
         except Exception as error:  # of one call, whose servicer raises it: the others of the stream go on
-            self.done.set_exception(error)
+            self.has_ended = True
+            if not self.done.done():
+                self.done.set_exception(error)
             return ()
-        if is_last:
+        if self.has_ended and not self.done.done():
             self.done.set_result(None)
         return ids
 
@@ -87,8 +91,9 @@ class ResponseQueue:
     def mark_ready(self, tokens: CallTokens) -> None:
         """A source has tokens, or its call was resumed."""
         if not tokens.is_paused:
+            if not self._ready:
+                self._wake.set()
             self._ready[tokens] = None
-            self._wake.set()
 
     def forget(self, tokens: CallTokens) -> None:
         """The call has ended."""
@@ -103,7 +108,7 @@ class ResponseQueue:
         """Sends the tokens of a call until the last ones. Raises what their source raises."""
         try:
             if tokens.source is not None:
-                await tokens.source.subscribe(lambda: self.mark_ready(tokens))
+                await tokens.source.subscribe(partial(self.mark_ready, tokens))
                 await tokens.done
         finally:
             self.forget(tokens)
@@ -160,7 +165,7 @@ class ResponseQueue:
                 self._ready[tokens] = None
                 continue
             ids = tokens.pull()
-            if tokens.done.done():
+            if tokens.has_ended:
                 self._ending.add(tokens.call)
             all_ids += ids
             calls += (tokens.call,) * len(ids)

@@ -11,7 +11,7 @@ from baton.error_details import from_rpc_error
 from baton.errors import BatonError, InvalidReply
 from baton_http2.server.reply import Wire
 from baton_http2.turns import CallTurns
-from engine_protocol.lane import TokenSink
+from engine_protocol.lane import StepCounter, TokenSink
 from engine_protocol.multiplex.metadata import FailedStatus
 from engine_protocol.multiplex.replies import MultiplexedCall
 from runtime.clock import monotonic
@@ -27,6 +27,8 @@ class RunningCalls:
         self._sinks: dict[int, TokenSink] = {}
         self._turns = CallTurns()
         self._order: _StepOrder | None = None  # of the last step, unless sinks have changed
+        self._numbers: list[int] = []  # of the last step
+        self._counter = StepCounter()
 
     def add(self, number: int, call: MultiplexedCall[Any]) -> None:
         """Adds a call that has begun."""
@@ -39,10 +41,11 @@ class RunningCalls:
 
     def set_sink(self, number: int, sink: TokenSink | None) -> None:
         """Pushes a call's tokens into `sink`, and those that it refuses into the call; with None, all into the call."""
+        before = self._sinks.pop(number, None)
+        if before is not None:
+            before.meter.leave()
         if sink is not None and number in self._calls:
             self._sinks[number] = sink
-        else:
-            self._sinks.pop(number, None)
         self._order = None
 
     def end(self, error: BatonError) -> None:
@@ -73,15 +76,31 @@ class RunningCalls:
             raise InvalidReply(f"{len(token_ids)} tokens came for {len(numbers)} calls")
         order = self._order
         if order is None or order.numbers != numbers:
-            order = self._order = _StepOrder(numbers, self._sinks)
+            order = self._order = self._next_order(numbers)
         pushed: list[TokenSink] = []
         for wire, places, sinks in order.by_connection:
             self._push_tokens(order, zip(places, sinks, strict=True), token_ids, pushed)
             if wire is not None:
                 wire.flush()
-        now = monotonic()
+        self._count(pushed, order)
+
+    def _next_order(self, numbers: list[int]) -> "_StepOrder":
+        order = _StepOrder(numbers, self._sinks)
+        for number in set(self._numbers) if order.has_repeated else set(self._numbers).difference(numbers):
+            if number in self._sinks:
+                self._sinks[number].meter.leave()
+        self._numbers, self._counter.is_complete = numbers, False
+        return order
+
+    def _count(self, pushed: list[TokenSink], order: "_StepOrder") -> None:
+        now, steps = monotonic(), None if order.has_repeated else self._counter
+        self._counter.count(now)
+        if self._counter.is_complete:
+            return
+        is_complete = len(pushed) == len(order.numbers)
         for sink in pushed:
-            sink.meter.count(now)
+            is_complete = sink.meter.count(now, steps) and is_complete
+        self._counter.is_complete = is_complete
 
     def _push_tokens(
         self,
@@ -98,9 +117,13 @@ class RunningCalls:
             try:
                 if sink is not None and sink.push(token_ids[place]):
                     pushed.append(sink)
-                elif order.numbers[place] in self._calls:
+                    continue
+                if sink is not None:
+                    sink.meter.leave()
+                if order.numbers[place] in self._calls:
                     self._calls[order.numbers[place]].push(token_ids[place])
             except Exception as error:  # of one call, whose reader raises it: the others of the stream go on
+                self.set_sink(order.numbers[place], None)
                 if order.numbers[place] in self._calls:
                     self._calls[order.numbers[place]].fail(error)
 
@@ -112,10 +135,11 @@ class _StepOrder:
     the step, and their sinks; two lists, as a tuple for each token would be one more object to load.
     """
 
-    __slots__ = ("by_connection", "numbers")
+    __slots__ = ("by_connection", "has_repeated", "numbers")
 
     def __init__(self, numbers: list[int], sinks: dict[int, TokenSink]) -> None:
         self.numbers = numbers
+        self.has_repeated = len(set(numbers)) < len(numbers)  # of a call that has several tokens in the step
         self.by_connection: list[tuple[Wire | None, list[int], list[TokenSink | None]]] = []
         lists_of: dict[object, tuple[list[int], list[TokenSink | None]]] = {}
         for place, number in enumerate(numbers):

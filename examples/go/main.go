@@ -267,7 +267,7 @@ func add(answers map[uint32]*answer, token *inferencepb.TokenDelta) {
 // isLost is true if the connection or the router is lost, and not if the request is refused.
 func isLost(err error) bool {
 	code := status.Code(err)
-	return err == io.EOF || code == codes.Unavailable || code == codes.Internal
+	return err == io.EOF || code == codes.Unavailable || code == codes.Internal || code == codes.Aborted
 }
 
 // provoke sends an invalid request, to show the details of an error.

@@ -2,8 +2,6 @@
 
 uri.py          the strict syntax of URIs, and `data:` URIs
 files.py        `file:` URIs, below allowed folders
-https.py        `https:` URIs: the connection, and redirects
-hosts.py        which hosts a configuration allows
-addresses.py    which addresses of a host are public
-exchange.py     one GET over an open connection
+https.py        `https:` URIs: the connection, and redirects; one GET over an open connection
+addresses.py    which addresses of a host are public; which hosts a configuration allows
 """

@@ -151,7 +151,7 @@ class AdmissionController:
     async def _track_tenant(self, ctx: RequestContext, requests: int) -> AsyncIterator[None]:
         async with AsyncExitStack() as tracking:
             try:
-                await tracking.enter_async_context(self.quotas.track(ctx.qos.tenant, ctx.stats, requests))
+                await tracking.enter_async_context(self.quotas.track(ctx.qos.account, ctx.stats, requests))
             except (QuotaExceeded, QuotaUnavailable):
                 # A refused request has gone through this stage; others go on to be validated in it.
                 with ctx.timings.measure(timing_pb2.STAGE_ADMISSION):
@@ -170,7 +170,7 @@ class AdmissionController:
     def count_running(self, ctx: RequestContext, model: str) -> Iterator[None]:
         """Counts a request that runs on its worker already, and waits for nothing, while the context is open."""
         queue = self._queue(model, _GENERATING)
-        ticket = queue.order.ticket(ctx.qos.tenant, ctx.qos.priority, 0, generates=True)
+        ticket = queue.order.ticket(ctx.qos.account, ctx.qos.priority, 0, generates=True)
         queue.count_running(ticket)
         try:
             yield
@@ -181,7 +181,7 @@ class AdmissionController:
         """Queues a request as `admit` does. It leaves the returned queue, by its ticket, when it ends."""
         queue = self._queue(estimate.model, estimate.role)
         generates = estimate.role == _GENERATING
-        ticket = queue.order.ticket(ctx.qos.tenant, ctx.qos.priority, estimate.prompt_tokens, generates=generates)
+        ticket = queue.order.ticket(ctx.qos.account, ctx.qos.priority, estimate.prompt_tokens, generates=generates)
         with ctx.timings.measure(timing_pb2.STAGE_ADMISSION):
             await self._enter(ctx, estimate, queue, ticket)
         return queue, ticket
@@ -201,7 +201,7 @@ class AdmissionController:
         if self.quotas.is_unlimited:
             await self._take_place(ctx, estimate, queue, ticket, predicts)
             return
-        async with self.quotas.charge(ctx.qos.tenant, estimate.prompt_tokens):
+        async with self.quotas.charge(ctx.qos.account, estimate.prompt_tokens):
             await self._take_place(ctx, estimate, queue, ticket, predicts)
 
     async def _take_place(

@@ -12,6 +12,7 @@ import itertools
 from collections import OrderedDict, deque
 from collections.abc import Iterable, Iterator, Mapping
 
+from router.admission.claimed import OTHERS
 from router.admission.lanes import Lane, Tenant, Ticket
 from router.config import Fairness
 from router.routing.latency import Clock
@@ -26,7 +27,6 @@ _PRIORITIES_PER_DOUBLING = 5  # of the weight
 _MINUTE, _SLICE = 60.0, 10.0  # what counts as recent, and the steps in which it passes
 # A tenant starves that has waited for so long, and got less than this part of an even share.
 _LONG_SECONDS, _LITTLE = 10.0, 0.5
-_OTHERS = "(others)"
 
 
 class FairQueue:
@@ -194,7 +194,7 @@ class FairQueue:
 
     def _serve(self, tenant: Tenant, work: float, weight: float) -> None:
         self._add(tenant, work / weight)
-        if self.is_shared:
+        if self.is_shared and (tenant.name in self._unsent or len(self._unsent) < _MOST_TENANTS):
             self._unsent[tenant.name] = self._unsent.get(tenant.name, 0.0) + work / weight
         now = self._clock()
         _note(tenant.served, now, work)
@@ -295,7 +295,7 @@ class FairQueue:
             else:
                 del self._tenants[key]
         else:
-            name = _OTHERS
+            name = OTHERS
         at = self._lanes.setdefault(lane, Lane())
         tenant = self._tenants.get((lane, name))
         if tenant is None:

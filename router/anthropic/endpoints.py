@@ -53,8 +53,8 @@ class MessagesEndpoints:
         """As many as the prompt would have; those of an image are counted if all images have as many."""
         _, counted = await self._exchange.read(call, CountTokensRequest, CountTokensRequest.counted)
         call.places = counted.places
-        tenant = self._path.contexts.read_qos(call).tenant
-        ids = (await self._path.tokenization.tokenize(counted.request, tenant)).token_ids
+        account = self._path.contexts.read_qos(call).account
+        ids = (await self._path.tokenization.tokenize(counted.request, account)).token_ids
         model = self._path.cluster.model(counted.prompt.model)
         count = request_input.expected_tokens(counted.prompt, ids, model)
         await call.respond(200, json.dumps({"input_tokens": count}).encode())

@@ -15,8 +15,7 @@ from baton.errors import DeadlineExceeded
 from baton.inference.v1 import generate_pb2
 from router.cancellation import Cancellation
 from router.config import EmbeddingsConfig
-from router.multimodal.lease_renewer import LeaseRenewer
-from router.multimodal.leases import EmbeddingLease
+from router.multimodal.leases import EmbeddingLease, LeaseRenewer
 from router.placement.encoders import EncoderVersion
 from router.telemetry import metrics
 from router.workers.aborts import abort

@@ -7,7 +7,7 @@ from baton.calls import unary
 from baton.engine.v1 import encode_pb2, encode_pb2_grpc
 from baton.errors import FieldViolation, InvalidRequest
 from baton.inference.v1 import media_pb2
-from media.item import CheckedMedia
+from media.content import CheckedMedia
 from router.context import RequestContext
 from router.multimodal.cache import EmbeddingCache, EmbeddingKey, EmbeddingRef, Encoded, InflightEncode
 from router.placement.encoders import Encoders, EncoderVersion

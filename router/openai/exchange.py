@@ -18,7 +18,7 @@ from router.openai.json_body import parse
 from router.request_path import RequestPath
 from router.stream.collector import UnaryCollector
 from router.text_limits import LongestTexts
-from rpc.interceptors.arrival import record_size
+from rpc.interceptors.calls import record_size
 from rpc.interceptors.counting import TextLimits
 from rpc.status import code_of
 from runtime.logs import add_log_fields

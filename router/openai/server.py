@@ -10,14 +10,13 @@ import structlog
 
 from baton.connection.credentials import is_loopback
 from baton.errors import ConfigError
-from baton_http2.sockets.accepting import Acceptor
+from baton_http2.sockets.accepting import Acceptor, open_sockets
 from baton_http2.sockets.descriptors import longest_idle
-from baton_http2.sockets.listening import open_sockets
 from router.config import OpenAIConfig
 from router.openai.app import OpenAIApp
 from rpc.server import SharedLimits
 from rpc.timeouts import CLEANUP_SECONDS
-from runtime.network.listening import split_address
+from runtime.network import split_address
 
 try:
     import uvicorn

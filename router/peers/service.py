@@ -12,8 +12,7 @@ from grpc import aio
 
 from baton.engine.v1 import peer_pb2, peer_pb2_grpc
 from baton.errors import InvalidRequest, Unavailable
-from discovery.location import Location
-from discovery.record import WorkerRecord
+from discovery.record import Location, WorkerRecord
 from discovery.registry import Registry
 from router.admission.controller import AdmissionController
 from router.admission.ledger import THIS_ROUTER

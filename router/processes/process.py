@@ -14,8 +14,7 @@ from baton.errors import ConfigError, Unavailable
 from discovery.backoff import Backoff
 from router.config import RouterConfig
 from router.processes import messages
-from router.processes.link import LinkLost, ProcessLink
-from router.processes.messages import AnyMessage, Family
+from router.processes.messages import AnyMessage, Family, LinkLost, ProcessLink
 from rpc.timeouts import CLEANUP_SECONDS
 from runtime.aio import run_to_completion, timeout
 from runtime.clock import monotonic

@@ -10,16 +10,15 @@ import structlog
 from prometheus_client import CollectorRegistry, Metric
 
 from router.config import RouterConfig
-from router.processes.link import LinkLost
 from router.processes.merging import MergedMetrics, collect
-from router.processes.messages import RequestsStopped, StopRequests
+from router.processes.messages import LinkLost, RequestsStopped, StopRequests
 from router.processes.process import PROCESSES, RouterProcess
 from router.processes.siblings import STOP_SECONDS
 from rpc.timeouts import CLEANUP_SECONDS
 from runtime.aio import TaskGroup, timeout, ungrouped
 from runtime.metrics import REGISTRY
 from runtime.monitor import Report, serve_monitor, status
-from runtime.network.listening import reserved_port
+from runtime.network import reserved_port
 
 log = structlog.get_logger(__name__)
 

@@ -12,13 +12,12 @@ from baton.errors import BatonError, Cancelled, PositionInvalid, StaleAttempt, S
 from baton.inference.v1 import generate_pb2, sampling_pb2
 from router.context import RequestQos
 from router.resume.finding import StreamFinder
-from router.resume.handle import Handle, answer_call_id, owner_sha256
-from router.resume.keep import Continued, Keep
+from router.resume.handle import Continued, Handle, Keep, answer_call_id, owner_sha256
 from router.workers.calls import AdoptedDecode
 from router.workers.cluster import Cluster
 from router.workers.handle import WorkerHandle
 from rpc.auth.caller import current_caller
-from rpc.best_effort import best_effort
+from rpc.channels import best_effort
 from runtime.aio import gather_or_cancel, timeout
 
 # A worker that has an answer, and does not tell of it in this time, is not waited for.

@@ -24,8 +24,7 @@ from router.multimodal.prompt import AdoptedPrompt
 from router.pipeline import Pipeline
 from router.resume.attaching import Adopted, Answer, Attacher, Lost, ResumeRequest, first_adopted, known_of
 from router.resume.execution import ResumedExecution
-from router.resume.handle import Handle
-from router.resume.keep import keep_seconds
+from router.resume.handle import Handle, keep_seconds
 from router.resume.replay import ReplayedCompletion
 from router.stream.reply import end_reply
 from router.stream.writer import StreamWriter
@@ -35,7 +34,7 @@ from router.telemetry.stats import RequestStats
 from router.telemetry.timings import Timings
 from router.text.served_model import ServedModel
 from rpc.auth.caller import current_caller
-from rpc.interceptors.arrival import arrived_at
+from rpc.interceptors.calls import arrived_at
 from rpc.metadata import remaining_seconds
 from runtime.aio import gather_or_cancel
 

@@ -5,9 +5,8 @@ from dataclasses import dataclass, field
 from typing import Generic, Protocol, TypeVar
 
 from baton.inference.v1 import lora_pb2
-from discovery.location import Domain
 from discovery.pairing import is_checkable, layout_name, outside, share_transport, transport_names
-from discovery.record import WorkerRecord
+from discovery.record import Domain, WorkerRecord
 from router.routing.policy import W, WorkerView
 
 W_co = TypeVar("W_co", bound=WorkerView, covariant=True)

@@ -103,6 +103,16 @@ class Average:
         self._value += (value - self._value) / (count if count < of else of)  # without a call: for each token
         self._measured_at = self._clock() if now is None else now
 
+    def add_repeated(self, value: float, times: int, now: float) -> None:
+        """Adds a measurement so many times, of `now`."""
+        while times and self._count < self._of:
+            self.add(value, now)
+            times -= 1
+        if times:
+            self._count += times
+            self._value = value + (self._value - value) * (1 - 1 / self._of) ** times
+            self._measured_at = now
+
 
 class WorkerLatency:
     """A worker's prefill throughput, its wait before the first decode step, and its inter-token latency.

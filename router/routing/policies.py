@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from baton.errors import ConfigError
-from discovery.location import steps_apart
+from discovery.record import steps_apart
 from router.config import RoutingConfig
 from router.routing.policy import Candidates, IgnoredProgress, Placement, Policy, RoutingRequest, W
 from router.routing.prefix.cost import Nearness, Priors, priors_of

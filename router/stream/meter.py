@@ -1,7 +1,9 @@
 """The counters and timers of a request's tokens, as they come."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
+from engine_protocol.lane import StepCounter
 from router.routing.latency import Average, DecodeTimer
 from router.telemetry.request_metrics import Latencies, TokenLatencies
 from router.telemetry.stats import RequestStats
@@ -9,19 +11,34 @@ from router.telemetry.timings import Timings
 from runtime.clock import monotonic
 
 
+@dataclass(frozen=True, slots=True)
+class _SharedLatencies:
+    """The places where the latency of a token is counted that came alone, which many requests to a worker share."""
+
+    recent: Average  # of the worker
+    of_class: Latencies  # the metric of the model and the class of the request
+
+    def count(self, seconds: float, tokens: int, now: float) -> None:
+        """See engine_protocol.lane.Latencies."""
+        self.recent.add_repeated(seconds, tokens, now)
+        self.of_class.observe(seconds, tokens)
+
+
 class TokenMeter:
     """Counts and times the tokens of one request: for its stats, its timings, the metrics and its worker's latency.
 
     Tokens that are pushed one by one are settled later, all at once: by `end_call`, and by everything else here that
-    would otherwise count with an old value. `token_ids` are those of the completion.
+    would otherwise count with an old value. The latencies of plain ones are counted with those of other calls, once two
+    have come in steps after each other. `token_ids` are those of the completion.
     """
 
     __slots__ = (
         "_latencies",
         "_pushed_at",
         "_recent",
-        "_single",
+        "_shared",
         "_stats",
+        "_steps",
         "_timer",
         "_timings",
         "_token_ids",
@@ -34,7 +51,8 @@ class TokenMeter:
         self._stats = stats
         self._timings = timings
         self._latencies = latencies
-        self._single: Latencies | None = None  # once all that a token needs is counted there
+        self._shared: _SharedLatencies | None = None  # of the call, once all that a token needs is counted there
+        self._steps: StepCounter | None = None  # while it counts the tokens that are pushed
         self._token_ids = token_ids
         self._timer: DecodeTimer | None = None  # of the running decode call
         self._recent: Average | None = None  # of the worker of that call
@@ -43,7 +61,7 @@ class TokenMeter:
 
     def begin_call(self, timer: DecodeTimer) -> None:
         """Times a decode call, until `end_call`."""
-        self._timer, self._recent = timer, timer.recent_token_seconds
+        self._timer, self._recent, self._shared = timer, timer.recent_token_seconds, None
 
     def end_call(self) -> None:
         """Counts all tokens, and ends the timing of the call, also after a failure."""
@@ -63,18 +81,28 @@ class TokenMeter:
             self.settle()
         self.detokenizing += nanoseconds
 
-    def count(self, now: float) -> None:
+    def count(self, now: float, steps: StepCounter | None) -> bool:
         """Counts and times a token that was sent. See SinkMeter."""
-        before = self._pushed_at
-        if before is None:
+        if self._steps is not None:
+            return True
+        before, shared = self._pushed_at, self._shared
+        if before is None or shared is None:
             self._count_detokenized(now)
-            return
-        assert self._recent is not None
-        assert self._single is not None
+            return False
         self._pushed_at = now
-        seconds = now - before
-        self._recent.add(seconds, now)
-        self._single.observe(seconds)
+        shared.count(now - before, 1, now)
+        if steps is None or before != steps.previous_at:
+            return False
+        steps.join(shared)
+        self._steps = steps
+        return True
+
+    def leave(self) -> None:
+        """Times the next token by itself. See SinkMeter."""
+        steps, self._steps = self._steps, None
+        if steps is not None and self._shared is not None:
+            self._pushed_at = steps.counted_at
+            steps.leave(self._shared)
 
     def _count_detokenized(self, now: float) -> None:
         took, self.detokenizing = self.detokenizing, 0
@@ -82,12 +110,15 @@ class TokenMeter:
         self._timer.took_token()
         self._stats.completion_tokens = len(self._token_ids)
         self._latencies.observe(self._timings.detokenized_for(took), 1)
-        self._single = self._latencies.single
-        if self._single is not None:
+        single = self._latencies.single
+        if single is not None:
+            assert self._recent is not None
+            self._shared = self._shared or _SharedLatencies(self._recent, single)
             self._pushed_at = now
 
     def settle(self) -> None:
         """Counts all tokens that were pushed; the next one is timed by itself."""
+        self.leave()
         pushed_at, self._pushed_at = self._pushed_at, None
         if pushed_at is not None and self._timer is not None:
             ago = monotonic() - pushed_at
@@ -123,5 +154,10 @@ class NoMeter:
     def detokenized_for(self, nanoseconds: int) -> None:
         """No-op."""
 
-    def count(self, now: float) -> None:
+    def count(self, now: float, steps: StepCounter | None) -> bool:
+        """Counts nothing."""
+        del now, steps
+        return False
+
+    def leave(self) -> None:
         """No-op."""

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from baton.connection.metadata import TIMINGS_KEY
+from baton.connection.credentials import TIMINGS_KEY
 from baton.inference.v1 import generate_pb2
 from baton_http2.server.reply import Reply
 from router.telemetry.stages import StageTiming, timings_message

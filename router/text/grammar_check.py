@@ -8,8 +8,8 @@ from typing_extensions import Self
 
 from baton.errors import InvalidRequest
 from baton.inference.v1 import generate_pb2
-from grammars.checking import check_guide
 from grammars.guide import Guide, read_guide
+from grammars.source import check_guide
 from grammars.tasks import GrammarThread
 from router.text import request_input
 from router.text.parsing.tool_grammar import guided_calls, name_tools, wants_guided_calls

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from baton.enum_names import value_name
 from baton.errors import InvalidRequest, Unsupported
 from baton.inference.v1 import generate_pb2, media_pb2
-from media.item import MediaItem
+from media.content import MediaItem
 from router.text.served_model import ServedModel
 from rpc.violations import Violations
 

@@ -5,7 +5,7 @@ from baton.engine.v1 import worker_pb2
 from baton.errors import BatonError
 from baton.inference.v1 import generate_pb2
 from router.workers.handle import WorkerHandle
-from rpc.best_effort import best_effort
+from rpc.channels import best_effort
 from rpc.timeouts import ABORT_SECONDS
 
 

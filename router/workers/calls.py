@@ -29,13 +29,12 @@ from router.recording.notes import AttemptNote
 from router.routing.policy import Placement
 from router.telemetry.stages import CallTiming, name_of
 from router.workers.aborts import abort_unanswered
-from router.workers.destinations import Destination, DestinationLost
+from router.workers.destinations import Destination, DestinationLost, prefix_source
 from router.workers.handle import WorkerHandle
-from router.workers.prefix_sources import prefix_source
 from router.workers.replies import of_worker
 from router.workers.spans import prefill_attributes, worker_attributes
 from router.workers.watching.waiting_calls import Waiting
-from rpc.best_effort import best_effort
+from rpc.channels import best_effort
 from rpc.tracing.span import Span, optional_attempt, stage_span
 
 # Another worker may succeed. Errors about the request itself are never among these.

@@ -23,10 +23,9 @@ from baton.errors import (
 )
 from baton.inference.v1 import generate_pb2, lora_pb2
 from discovery.backoff import Backoff
-from discovery.latest import Latest
-from discovery.location import Domain
+from discovery.membership import Latest
 from discovery.pairing import partly_unpaired, unpaired
-from discovery.record import LORA
+from discovery.record import LORA, Domain
 from discovery.registry import Registry, WorkerRecord
 from engine_protocol.multiplex.peer_stream import StreamDialer
 from engine_protocol.roles import completing, roles

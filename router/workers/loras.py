@@ -15,7 +15,7 @@ from baton.inference.v1 import lora_pb2
 from discovery.backoff import Backoff
 from discovery.record import LORA
 from discovery.registry import WorkerRecord
-from router.routing.known_loras import KnownLoras
+from router.routing.policy import KnownLoras
 from router.telemetry import metrics
 from router.text.served_model import ServedModel
 
@@ -26,6 +26,8 @@ _SHOWN = 80  # characters of a name in an error
 _NAMED = 10  # adapters in an error
 _LONGEST_NAME = 2048  # of a model and its adapter: each separator in it is a way to read it
 _LONGEST_PAUSE_SECONDS = 10.0
+# A worker that has told nothing for so long has no adapters, as far as names are concerned that no other one has.
+TELLING_SECONDS = 10.0
 
 
 class LoraWorker(Protocol):
@@ -46,24 +48,34 @@ async def watch_loras(
     worker_id: str, control: worker_pb2_grpc.WorkerServiceStub, note: Callable[[KnownLoras], None]
 ) -> None:
     """Follows the adapters that a worker reports, until cancelled. While it cannot be reached they count as before; a
-    report that is too large counts as none.
+    report that is too large, or a first one that does not come, counts as none.
     """
+
+    def ignore(problem: str) -> None:
+        metrics.WORKER_FAULTS.labels("loras").inc()
+        log.warning("the adapters that a worker reports are ignored", worker_id=worker_id, problem=problem)
+        note(KnownLoras(is_reported=True))
+
     backoff = Backoff(max_seconds=_LONGEST_PAUSE_SECONDS)
-    while True:
-        try:
-            call: Any = control.WatchLoras(worker_pb2.WatchLorasRequest())
-            async with aclosing(stream(call)) as responses:
-                async for response in responses:
-                    note(KnownLoras.of(response.inventory))
-                    backoff.reset()
-        except InvalidReply as error:
-            metrics.WORKER_FAULTS.labels("loras").inc()
-            log.warning("the adapters that a worker reports are ignored", worker_id=worker_id, problem=error.message)
-            note(KnownLoras(is_reported=True))
-        except BatonError:
-            # The health checks decide whether the worker is used.
-            pass
-        await asyncio.sleep(backoff.next_seconds())
+    late = asyncio.get_running_loop().call_later(TELLING_SECONDS, ignore, f"none within {TELLING_SECONDS:g} s")
+    try:
+        while True:
+            try:
+                call: Any = control.WatchLoras(worker_pb2.WatchLorasRequest())
+                async with aclosing(stream(call)) as responses:
+                    async for response in responses:
+                        note(KnownLoras.of(response.inventory))
+                        late.cancel()
+                        backoff.reset()
+            except InvalidReply as error:
+                late.cancel()
+                ignore(error.message)
+            except BatonError:
+                # The health checks decide whether the worker is used.
+                pass
+            await asyncio.sleep(backoff.next_seconds())
+    finally:
+        late.cancel()
 
 
 def find_lora(workers: Iterable[LoraWorker], model: ServedModel, name: str) -> lora_pb2.LoraAdapter:

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 
 from google.protobuf.duration_pb2 import Duration
 
-from baton.connection.channels import MAX_RECEIVE_BYTES
+from baton.connection.settings import MAX_RECEIVE_BYTES
 from baton.inference.v1 import lora_pb2, model_pb2, server_info_pb2
 from baton.version import __version__
 from engine_protocol.roles import roles

@@ -8,7 +8,7 @@ import structlog
 from grpc import aio
 
 from baton.errors import BatonError
-from rpc.interceptors.behaviour import Behaviour, Context
+from baton_http2.server.methods import Behaviour, Context
 from rpc.status import to_status
 from runtime.aio import forget_frames, leaf_errors
 from runtime.logs import add_log_fields

@@ -6,8 +6,8 @@ from typing import Any
 import grpc
 from grpc import aio
 
+from baton_http2.server.methods import Behaviour, Context
 from baton_http2.wire.metadata import STATUS_CODES
-from rpc.interceptors.behaviour import Behaviour, Context
 from rpc.metadata import client_request_id, remaining_seconds, was_left_at_its_deadline
 from runtime.clock import monotonic
 from runtime.logs import FrequentLogger, add_log_fields, log_fields, set_log_fields

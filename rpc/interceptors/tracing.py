@@ -7,12 +7,13 @@ from grpc import StatusCode, aio
 from opentelemetry.trace import SpanKind
 
 from baton.errors import BatonError, DeadlineExceeded
-from rpc.interceptors.behaviour import Behaviour, Context, Wrapper
+from baton_http2.server.methods import Behaviour, Context
+from rpc.interceptors.calls import Wrapper
 from rpc.interceptors.logging import identity, request_within
 from rpc.metadata import remaining_seconds, was_left_at_its_deadline
 from rpc.status import code_of
-from rpc.tracing.failures import is_departure
 from rpc.tracing.propagation import is_undecided, read_context
+from rpc.tracing.recording import is_departure
 from rpc.tracing.span import Span, entered
 from rpc.tracing.tracer import Tracer
 from runtime.aio import leaf_errors

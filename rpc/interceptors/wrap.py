@@ -6,8 +6,7 @@ from typing import Any, TypeAlias
 import grpc
 from grpc import aio
 
-from rpc.interceptors.arrival import record_call
-from rpc.interceptors.behaviour import Wrapper, as_coroutine
+from rpc.interceptors.calls import Wrapper, as_coroutine, record_call
 from rpc.interceptors.reading import Reader, refuse_malformed
 
 Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"

@@ -4,7 +4,7 @@ from collections.abc import Iterable
 
 from opentelemetry.trace import SpanContext, TraceFlags, TraceState
 
-from baton.connection.metadata import Metadata
+from baton.connection.credentials import Metadata
 from baton.connection.tracing import STATE_KEY, TRACEPARENT, TRACESTATE, UNDECIDED
 
 # The specification requires that at least this many characters are passed on.

@@ -7,7 +7,7 @@ from types import TracebackType
 
 from opentelemetry.trace import SpanContext, SpanKind
 
-from baton.connection.metadata import Metadata
+from baton.connection.credentials import Metadata
 from baton.connection.tracing import TRACEPARENT
 from rpc.tracing.propagation import format_traceparent, metadata_of, parse_traceparent
 from rpc.tracing.recording import Attributes, AttributeValue, Recording, random_id
@@ -76,7 +76,7 @@ class Span:
             self._recording.link(context, {"baton.link": relation})
 
     def fail(self, error: BaseException) -> None:
-        """Records the error that ended it; see rpc/tracing/failures.py. Only the first one is kept."""
+        """Records the error that ended it; see rpc/tracing/recording.py. Only the first one is kept."""
         if self._recording is not None:
             self._recording.fail(error)
 
@@ -203,7 +203,7 @@ class stage_span:  # noqa: N801  # reads as a function: `with stage_span("prefil
 def optional_attempt() -> Iterator[None]:
     """Records an expected refusal that passes through as one, and not as the current span's error.
 
-    For what a request can do without: see rpc/tracing/failures.py.
+    For what a request can do without: see rpc/tracing/recording.py.
     """
     try:
         yield

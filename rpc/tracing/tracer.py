@@ -13,8 +13,7 @@ from opentelemetry.trace import SpanContext, SpanKind
 
 from baton.errors import ConfigError
 from baton.version import __version__
-from rpc.tracing.config import TracingConfig
-from rpc.tracing.exporter import open_exporter
+from rpc.tracing.exporter import TracingConfig, open_exporter
 from rpc.tracing.propagation import is_undecided
 from rpc.tracing.recording import Recorder, Sink, random_id
 from rpc.tracing.span import NO_SPAN, Span, UnrecordedTrace

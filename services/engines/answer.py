@@ -53,13 +53,14 @@ class Tokens:
 class FromTiers:
     """Of a prompt's cached tokens, those that were loaded from tiers below the pool, or borrowed for it from a peer.
 
-    `peer_seconds` is how long that took, or the attempt; 0 if none was made.
+    `peer_seconds` is how long that took, or the attempt; 0 if none was made. `peer_has_none` if it had nothing of them.
     """
 
     host: int = 0
     disk: int = 0
     peer: int = 0
     peer_seconds: float = 0.0
+    peer_has_none: bool = False
 
 
 @dataclass(frozen=True, slots=True)

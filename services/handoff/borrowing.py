@@ -288,7 +288,7 @@ class _Loan:
 def _record(loan: _Loan, outcome: str, call: RunningCall, span: Span) -> None:
     seconds = monotonic() - loan.started
     timing = Timing(timing_pb2.STAGE_PREFIX_TRANSFER, seconds, loan.num_bytes, loan.transport)
-    call.clock.borrowed(timing, loan.num_tokens)
+    call.clock.borrowed(timing, loan.num_tokens, peer_has_none=outcome == "none")
     metrics.PREFIX_LOANS.labels(outcome).inc()
     span.set({"baton.prefix_loan.outcome": outcome, "baton.prefix_loan.tokens": loan.num_tokens})
     if loan.num_bytes:

@@ -10,9 +10,8 @@ import structlog
 
 from baton.errors import BatonError, PermissionDenied, Unauthenticated
 from discovery.backoff import Backoff
-from discovery.location import steps_apart
 from discovery.pairing import can_hand_over
-from discovery.record import WorkerRecord
+from discovery.record import WorkerRecord, steps_apart
 from discovery.registry import Registry
 from runtime.aio import TaskGroup, timeout
 from runtime.lasting import lasting

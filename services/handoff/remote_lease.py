@@ -9,7 +9,7 @@ from baton.calls import unary
 from baton.engine.v1 import handoff_pb2, handoff_pb2_grpc
 from baton.errors import BatonError, HandoffLost, StaleEpoch, Unavailable
 from engine_protocol.leases import RemoteLease, renew
-from rpc.best_effort import best_effort
+from rpc.channels import best_effort
 from rpc.timeouts import LEASE_ANSWER_SECONDS
 from runtime.entropy import token_urlsafe
 from services.handoff.remote_handoff import LeasedBlocks

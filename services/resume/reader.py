@@ -12,6 +12,8 @@ from services.resume.stream import KeptStream
 class StreamReader:
     """Reads a kept stream from `at` on, for one call. A TokenSource of its ids, while it is the stream's reader."""
 
+    __slots__ = ("_at", "_stream", "ready")
+
     def __init__(self, stream: KeptStream, at: int) -> None:
         self.ready: Callable[[], None] = _nothing
         self._stream = stream
@@ -26,7 +28,8 @@ class StreamReader:
     def pull(self) -> tuple[Sequence[int], bool]:
         """The ids since the last time. Raises StreamAdopted once another reader has come."""
         stream, at = self._stream, self._at
-        stream.require(self)
+        if stream.reader is not self:
+            stream.require(self)
         ids = stream.drain()
         self._at = stream.read_tokens = len(stream.ids)
         if at + len(ids) != self._at:
@@ -36,14 +39,14 @@ class StreamReader:
 
     async def write_to(self, reply: TokenReply) -> None:
         """Writes all that is left of the stream. Raises what ended it, if it failed, and StreamAdopted."""
-        await self._changed(lambda: self._stream.accepted is not None or self._stream.ended.is_set())
+        await self._changed(lambda: self._stream.accepted is not None or self._stream.has_ended)
         if self._stream.accepted is not None:
             await reply.write(self._stream.accepted)
         if self._stream.kept.has_logprobs:
             await self._write_logprobs(reply)
         else:
             await reply.write_from(self, _tokens_response)
-        await self._changed(self._stream.ended.is_set)
+        await self._changed(lambda: self._stream.has_ended)
         if self._stream.finished is None:
             raise _failure(self._stream.error)
         await reply.write(self._stream.finished)

@@ -17,6 +17,7 @@ from engine_protocol.lane import TokenSource
 from services.engines.answer import Tokens
 from services.requests.prompts import logprob_message, prompt_logprobs_message
 
+_NO_LOGPROBS: deque[bytes] = deque()  # of all streams without them: never changed
 # Of a stream, beside its record and its ids: what its own objects take.
 _OBJECT_BYTES = 1024
 
@@ -69,7 +70,33 @@ class StreamListener(Protocol):
 
 
 class KeptStream:
-    """One kept decode. `ended` is set once its generation has: then it has a `finished`, an `error`, or was settled."""
+    """One kept decode. `has_ended` once its generation has: then it has a `finished`, an `error`, or was settled.
+
+    `is_over` says that no more ids will come, which may be known before.
+    """
+
+    __slots__ = (
+        "_changed",
+        "_logprobs",
+        "_logprobs_size",
+        "_most_logprobs_size",
+        "_source",
+        "_source_ended",
+        "accepted",
+        "attachment",
+        "attempt",
+        "deadline_at",
+        "error",
+        "finished",
+        "has_ended",
+        "hop",
+        "ids",
+        "is_over",
+        "kept",
+        "prompt_logprobs",
+        "read_tokens",
+        "reader",
+    )
 
     def __init__(self, kept: KeptRequest, logprob_bytes: int) -> None:
         self.kept = kept
@@ -80,14 +107,15 @@ class KeptStream:
         self.accepted: decode_pb2.DecodeResponse | None = None
         self.finished: decode_pb2.DecodeResponse | None = None
         self.error: Exception | None = None
-        self.ended = asyncio.Event()
+        self.has_ended = self.is_over = False
         self.deadline_at: float | None = None  # of the event loop's clock
         self.prompt_logprobs: generate_pb2.PromptLogprobs | None = None
-        self._logprobs: deque[bytes] = deque()  # of the last ids, serialized
+        # Of the last ids, serialized. An empty deque of its own would take as much as all else here.
+        self._logprobs: deque[bytes] = deque() if kept.has_logprobs else _NO_LOGPROBS
         self._logprobs_size, self._most_logprobs_size = 0, logprob_bytes
-        self._source: TokenSource | None = None
+        self._source: TokenSource | None = None  # until its end
         self._source_ended: asyncio.Future[None] | None = None
-        self._reader: StreamListener | None = None
+        self.reader: StreamListener | None = None
         self._changed: Callable[[], None] | None = None  # of the reader, told of what comes
 
     @property
@@ -98,12 +126,7 @@ class KeptStream:
     @property
     def is_parked(self) -> bool:
         """True if nobody reads it."""
-        return self._reader is None
-
-    @property
-    def is_over(self) -> bool:
-        """True if no more ids will come."""
-        return self.ended.is_set() or (self._source_ended is not None and self._source_ended.done())
+        return self.reader is None
 
     # Its owner.
 
@@ -111,8 +134,11 @@ class KeptStream:
         """Takes the ids of a source until its last ones; see SendTokens."""
         self._source = source
         self._source_ended = asyncio.get_running_loop().create_future()
-        await source.subscribe(self._wake)
-        await self._source_ended
+        try:
+            await source.subscribe(self._wake)
+            await self._source_ended
+        finally:
+            self._source, self.is_over = None, True
 
     def add(self, tokens: Tokens) -> None:
         """Takes tokens that are more than their ids."""
@@ -131,7 +157,7 @@ class KeptStream:
     def end(self, error: Exception | None = None) -> None:
         """Notes that its generation has ended; by itself if it has `finished`."""
         self.error, self._source = error, None
-        self.ended.set()
+        self.has_ended = self.is_over = True
         self.notify()
 
     def notify(self) -> None:
@@ -143,7 +169,7 @@ class KeptStream:
 
     def attach(self, reader: StreamListener) -> None:
         """Makes `reader` the only one: the one before, if there is one, gets StreamAdopted."""
-        before, self._reader = self._reader, reader
+        before, self.reader = self.reader, reader
         self._changed = reader.ready
         self.attachment += 1
         if before is not None:
@@ -151,39 +177,46 @@ class KeptStream:
 
     def leave(self, reader: StreamListener) -> bool:
         """The reader has gone. False if it was not the present one."""
-        if self._reader is not reader:
+        if self.reader is not reader:
             return False
-        self._reader = self._changed = None
+        self.reader = self._changed = None
         # What comes from now on is taken as it comes.
         self.drain()
         return True
 
     def subscribe(self, reader: StreamListener) -> None:
         """The reader is told by another `ready` from now on."""
-        if self._reader is reader:
+        if self.reader is reader:
             self._changed = reader.ready
         reader.ready()
 
     def require(self, reader: StreamListener) -> None:
         """Raises StreamAdopted for a reader that is not the present one."""
-        if self._reader is not reader:
+        if self.reader is not reader:
             raise StreamAdopted("another router has taken the answer over")
 
     def drain(self) -> Sequence[int]:
         """Takes what has come. Returns it."""
-        source, ended = self._source, self._source_ended
-        if source is None or ended is None or ended.done():
+        if self._source is None:
             return ()
         try:
-            ids, is_last = source.pull()
+            ids, self.is_over = self._source.pull()
         except Exception as error:  # whatever it is, the owner raises it
-            ended.set_exception(error)
+            self._end_source(error)
             return ()
-        if ids:
-            self.ids.extend(ids)
-        if is_last:
-            ended.set_result(None)
+        self.ids.extend(ids)
+        if self.is_over:
+            self._end_source(None)
         return ids
+
+    def _end_source(self, error: Exception | None) -> None:
+        self._source, self.is_over = None, True
+        if self._source_ended is None or self._source_ended.done():
+            return
+        if error is None:
+            self._source_ended.set_result(None)
+        else:
+            self._source_ended.set_exception(error)
 
     def logprobs_from(self, start: int) -> list[sampling_pb2.TokenLogprob] | None:
         """Those of the ids from `start` on; None if they are not here any more."""

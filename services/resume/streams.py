@@ -222,7 +222,7 @@ class KeptStreams:
             return
         seconds = entry.stream.kept.grace_seconds
         entry.grace = asyncio.get_running_loop().call_later(seconds, self._end_grace, entry)
-        if entry.stream.ended.is_set():
+        if entry.stream.has_ended:
             return
         self._parked[entry] = None
         self._note_usage()
@@ -240,7 +240,7 @@ class KeptStreams:
             entry.grace = None
 
     def _end_grace(self, entry: _Entry) -> None:
-        if not entry.stream.ended.is_set():
+        if not entry.stream.has_ended:
             metrics.KEPT_DROPPED.labels("grace").inc()
         self._drop(entry)
 
@@ -293,8 +293,9 @@ def attached(stream: KeptStream, request: decode_pb2.AttachRequest) -> decode_pb
         read_tokens=stream.read_tokens,
         is_over=stream.is_over,
     )
-    message.prompt.CopyFrom(kept.prompt)
-    message.sampling.CopyFrom(kept.sampling)
+    if not request.peek:
+        message.prompt.CopyFrom(kept.prompt)
+        message.sampling.CopyFrom(kept.sampling)
     if stream.deadline_at is not None:
         message.remaining.FromNanoseconds(int(max(0.0, stream.deadline_at - loop.time()) * 1e9))
     if kept.has_logprobs and not request.peek:

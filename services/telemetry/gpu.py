@@ -9,7 +9,7 @@ import pynvml
 from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.registry import Collector
 
-from runtime.gpus import visible_gpus
+from runtime.machine import visible_gpus
 from runtime.metrics import REGISTRY
 
 

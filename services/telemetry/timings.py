@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from google.protobuf.duration_pb2 import Duration
 
 from baton.inference.v1 import timing_pb2
-from rpc.interceptors.arrival import arrived_at
+from rpc.interceptors.calls import arrived_at
 from runtime.clock import perf_counter
 from services.engines.answer import Finished, FromTiers, Tokens
 
@@ -78,15 +78,15 @@ class CallClock:
         """Adds finished stages."""
         self.timings += timings
 
-    def borrowed(self, timing: Timing, num_tokens: int) -> None:
+    def borrowed(self, timing: Timing, num_tokens: int, *, peer_has_none: bool) -> None:
         """Adds an attempt to borrow the beginning of the prompt, which has brought so many tokens."""
         self.timings.append(timing)
-        self._peer = FromTiers(peer=num_tokens, peer_seconds=timing.seconds)
+        self._peer = FromTiers(peer=num_tokens, peer_seconds=timing.seconds, peer_has_none=peer_has_none)
 
     def origins(self, below: FromTiers, cached_tokens: int) -> FromTiers:
         """Where the cached tokens of the prompt were: below the pool, as the engine says, and at a peer."""
         peer = min(self._peer.peer, max(0, cached_tokens - below.host - below.disk))
-        return replace(below, peer=peer, peer_seconds=self._peer.peer_seconds)
+        return replace(self._peer, host=below.host, disk=below.disk, peer=peer)
 
     def waited_until(self, moment: float) -> float:
         """Returns the seconds until `moment`, of time.perf_counter, that belong to no finished stage."""

@@ -12,7 +12,7 @@ from support.eventually import eventually
 from support.servers.scripted_router import scripted
 
 from baton.calls import stream, unary
-from baton.connection.channels import MAX_RECEIVE_BYTES
+from baton.connection.settings import MAX_RECEIVE_BYTES
 from baton.errors import BatonError, Cancelled, DeadlineExceeded, InvalidRequest, NoWorker, Unavailable
 from baton.inference.v1 import generate_pb2 as pb
 from baton.inference.v1 import model_pb2

@@ -14,7 +14,7 @@ from support.servers.tcp_proxy import TcpProxy
 
 from baton import AsyncClient, Client, Resume
 from baton.async_client import AsyncGeneration
-from baton.errors import StreamLost, Unavailable
+from baton.errors import Cancelled, StreamLost, Unavailable
 from baton.inference.v1 import generate_pb2, inference_service_pb2_grpc
 from router.server import host_router
 from runtime.aio import timeout
@@ -170,6 +170,71 @@ async def test_an_answer_whose_status_alone_is_missing_is_whole() -> None:
         assert await asyncio.to_thread(read) == "whole"
     finally:
         await server.stop(None)
+
+
+class _NeverGoesOn(inference_service_pb2_grpc.InferenceServiceServicer):
+    """A router that loses an answer after its first message, and cannot go on with it."""
+
+    def __init__(self) -> None:
+        self.refused = asyncio.Event()
+
+    async def Generate(self, request: generate_pb2.GenerateRequest, context: Any) -> AsyncIterator[Any]:  # type: ignore[override]
+        yield generate_pb2.GenerateResponse(started={"resumption": {"handle": "b1.x"}})  # type: ignore[arg-type]
+        await context.abort(StatusCode.UNAVAILABLE, "Socket closed")
+
+    async def ResumeGeneration(  # type: ignore[override]
+        self, request: generate_pb2.ResumeGenerationRequest, context: Any
+    ) -> AsyncIterator[Any]:
+        self.refused.set()
+        await context.abort(StatusCode.UNAVAILABLE, "Socket closed")
+        yield  # makes it a stream
+
+
+@asynccontextmanager
+async def _never_going_on() -> AsyncIterator[tuple[str, asyncio.Event]]:
+    server, servicer = aio.server(), _NeverGoesOn()
+    inference_service_pb2_grpc.add_InferenceServiceServicer_to_server(servicer, server)
+    address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
+    await server.start()
+    try:
+        async with timeout(20):
+            yield address, servicer.refused
+    finally:
+        await server.stop(None)
+
+
+async def test_closing_the_client_ends_an_answer_that_is_being_resumed_as_cancelled() -> None:
+    async with _never_going_on() as (address, refused):
+        client = Client(address, resume=_RESUME)
+        reading = asyncio.ensure_future(asyncio.to_thread(client.generate("a").text))
+        await refused.wait()
+        await asyncio.to_thread(client.close)
+        with pytest.raises(Cancelled):
+            await reading
+
+
+async def test_closing_the_asynchronous_client_ends_an_answer_that_is_being_resumed_as_cancelled() -> None:
+    async with _never_going_on() as (address, refused):
+        client = AsyncClient(address, resume=_RESUME)
+        reading = asyncio.ensure_future(client.generate("a").text())
+        await refused.wait()
+        await client.close()
+        with pytest.raises(Cancelled):
+            await reading
+
+
+async def test_a_closed_client_refuses_calls_as_cancelled() -> None:
+    client, asynchronous = Client("127.0.0.1:1"), AsyncClient("127.0.0.1:1")
+    client.close()
+    await asynchronous.close()
+    with pytest.raises(Cancelled):
+        client.models()
+    with pytest.raises(Cancelled):
+        client.generate("a").text()
+    with pytest.raises(Cancelled):
+        await asynchronous.models()
+    with pytest.raises(Cancelled):
+        await asynchronous.generate("a").text()
 
 
 async def test_all_streams_of_a_client_leave_a_router_that_hangs(routers: Routers) -> None:

@@ -11,7 +11,7 @@ from baton.errors import ConfigError, InvalidRequest
 from baton.files import read_file
 from baton.images import media_item
 from cli.arguments import parse
-from cli.credentials import find_credentials
+from cli.connection import find_credentials
 from cli.request import build
 
 

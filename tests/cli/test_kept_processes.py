@@ -12,8 +12,8 @@ import psutil
 from support.eventually import eventually
 
 from cli.local.plan import ProcessPlan
-from cli.local.processes import Keeper
 from cli.local.state import ProcessState
+from cli.local.supervisor import Keeper
 from runtime.aio import timeout
 
 SLEEP = "import time; print('here', flush=True); time.sleep(60)"
@@ -26,7 +26,7 @@ SUPERVISOR = """
 import asyncio, sys
 from pathlib import Path
 from cli.local.plan import ProcessPlan
-from cli.local.processes import Keeper
+from cli.local.supervisor import Keeper
 
 async def main():
     command = (sys.executable, "-c", "import time; time.sleep(60)")

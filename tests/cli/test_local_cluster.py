@@ -19,9 +19,9 @@ from support.eventually import eventually
 from baton import AsyncClient
 from baton.images import user_message
 from baton.inference.v1 import generate_pb2
+from cli.commands.generate import client_spans
 from cli.local import lifecycle
 from cli.local.state import ClusterState, StateFolder
-from cli.tracing import client_spans
 from devtools.trace_viewer.contract import Verdict, verify
 from devtools.trace_viewer.reading import ReadTrace, read
 from runtime.aio import timeout
@@ -230,7 +230,7 @@ import os, signal, sys
 
 class Finder:
     def find_spec(self, name, path=None, target=None):
-        if name == "cli.commands.local.up":
+        if name == "cli.commands.up":
             os.kill(os.getpid(), signal.SIGINT)
 
 sys.meta_path.insert(0, Finder())

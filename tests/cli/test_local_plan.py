@@ -8,7 +8,7 @@ import pytest
 
 from baton.errors import ConfigError
 from cli.arguments import parse
-from cli.commands.local.up import cluster_options
+from cli.commands.up import cluster_options
 from cli.local.plan import ROOT, ClusterOptions, gpu_warning, has_vision, plan
 from router.config import RouterConfig
 from runtime.config import load

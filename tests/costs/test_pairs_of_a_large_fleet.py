@@ -5,9 +5,8 @@ from dataclasses import replace
 from support.growth import growth
 from support.router.worker_views import worker
 
-from discovery.location import Location
 from discovery.pairing import partly_unpaired
-from discovery.record import WorkerRecord
+from discovery.record import Location, WorkerRecord
 
 
 def fleet(size: int) -> list[WorkerRecord]:

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from devtools.doctor.finding import Severity
-from devtools.doctor.gpus import ask_torch, check_gpus, judge, parse
+from devtools.doctor.host import ask_torch, check_gpus, judge, parse
 
 H100 = {"name": "NVIDIA H100 80GB HBM3", "capability": [9, 0], "free": 84 * 10**9, "total": 85 * 10**9}
 T4 = {"name": "Tesla T4", "capability": [7, 5], "free": 10**9, "total": 16 * 10**9}

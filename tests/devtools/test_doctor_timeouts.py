@@ -14,8 +14,7 @@ import pytest
 import yaml
 
 from baton.errors import ConfigError
-from devtools.doctor.deployment import EnvoyFile, Start, read, seconds
-from devtools.doctor.effective import ConfiguredProcess, ask
+from devtools.doctor.deployment import ConfiguredProcess, EnvoyFile, Start, ask, read, seconds
 from devtools.doctor.finding import Severity
 from devtools.doctor.timeouts import check_timeouts
 

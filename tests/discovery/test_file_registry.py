@@ -17,7 +17,7 @@ from support.router.worker_views import Views, worker
 
 from baton.errors import ConfigError, Unavailable
 from discovery.file import FileRegistry
-from discovery.file.lifetimes import Lifetimes
+from discovery.file.folder import Lifetimes
 
 TTL_SECONDS = 3.0
 NAMESPACE = "demo"

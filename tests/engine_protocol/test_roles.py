@@ -4,7 +4,7 @@ from google.protobuf import descriptor_pool
 
 from baton.inference.v1 import model_pb2, timing_pb2
 from cli.arguments import parse
-from cli.commands.local.up import cluster_options
+from cli.commands.up import cluster_options
 from cli.local.plan import ROOT
 from discovery.pairing import _OPPOSITE
 from engine_protocol.fault_injection import points

@@ -13,9 +13,8 @@ from llguidance import LLMatcher
 from support.engines.checkpoints import DEMO
 
 from baton.errors import InvalidRequest
-from grammars.checking import PARSER_LIMITS, check_guide
 from grammars.guide import Guide, GuideKind
-from grammars.source import grammar_source
+from grammars.source import PARSER_LIMITS, check_guide, grammar_source
 from services.engines.base import ModelFiles
 from services.engines.pytorch.guidance.vocabulary import open_vocabulary
 

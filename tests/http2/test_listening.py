@@ -10,7 +10,7 @@ from support.http2.server import SERVICE, Seen, echoing, handlers, path
 
 from baton_http2.limits import Http2Limits, ServerLimits
 from baton_http2.server.server import Http2Server
-from baton_http2.sockets.listening import open_sockets
+from baton_http2.sockets.accepting import open_sockets
 from rpc.health import Health
 from rpc.server import serve
 

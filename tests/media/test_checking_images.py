@@ -15,8 +15,8 @@ from support.memory import peak_memory
 
 from baton.errors import InvalidRequest, Unsupported
 from media.config import MediaConfig
+from media.content import CheckedMedia, MediaItem
 from media.image import check_image
-from media.item import CheckedMedia, MediaItem
 from media.loader import MediaLoader
 
 TYPES = {"PNG": "image/png", "JPEG": "image/jpeg", "WEBP": "image/webp", "GIF": "image/gif"}

@@ -9,7 +9,7 @@ from support.memory import peak_memory
 
 from baton.errors import InvalidRequest, Unsupported
 from media.config import MediaConfig
-from media.item import MediaItem
+from media.content import MediaItem
 from media.loader import MediaLoader, load
 
 PNG = picture("PNG")

@@ -20,7 +20,7 @@ from baton.errors import (
     Unsupported,
 )
 from media.config import FetchConfig, MediaConfig
-from media.item import MediaItem
+from media.content import MediaItem
 from media.loader import MediaLoader
 
 PNG = picture("PNG")

@@ -1,6 +1,6 @@
 """How long a peer may be silent: connections bear what probes find."""
 
-from baton.connection.channels import KEEPALIVE_OPTIONS
+from baton.connection.settings import KEEPALIVE_OPTIONS
 from baton_http2.limits import Http2Limits, ServerLimits
 from router.config import RouterConfig
 

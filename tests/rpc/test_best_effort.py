@@ -3,7 +3,7 @@
 from typing import Any, NoReturn
 
 from baton.errors import Unavailable
-from rpc.best_effort import best_effort
+from rpc.channels import best_effort
 
 
 async def test_a_call_that_a_closed_channel_refuses_at_its_start_has_no_response() -> None:

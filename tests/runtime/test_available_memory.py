@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from runtime.available_memory import available_bytes
+from runtime.machine import available_bytes
 
 
 def _files(folder: Path, **texts: str) -> Path:

@@ -94,7 +94,7 @@ def attacks(pattern: Pattern) -> Iterator[tuple[Any, Any]]:
 def test_patterns_are_found_where_they_stand_also_inside_tables() -> None:
     names = [name for name, _ in patterns()]
     assert names.count("media.content._OTHERS") > 10
-    assert {"rpc.auth.caller._URI", "discovery.keys._NAME", *SEARCHED} <= set(names)
+    assert {"rpc.auth.caller._URI", "discovery.registry._NAME", *SEARCHED} <= set(names)
 
 
 @pytest.mark.parametrize(("name", "pattern"), [pytest.param(*each, id=f"{each[0]}") for each in patterns()])

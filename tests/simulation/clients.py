@@ -6,7 +6,7 @@ from typing import Any
 
 from grpc import aio
 
-from baton.connection.metadata import TENANT_KEY
+from baton.connection.credentials import TENANT_KEY
 from baton.connection.retry import Resume
 from baton.error_details import from_rpc_error
 from baton.inference.v1 import generate_pb2 as pb

@@ -6,12 +6,16 @@ import pickle
 import sys
 import traceback
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
+from typing import TypeVar
 
 from simulation import entropy
 from simulation.plan import Plan
 from simulation.world import World
+
+Result = TypeVar("Result")
 
 
 @dataclass
@@ -49,30 +53,38 @@ def run_here(plan: Plan, *, keeps_log: bool = False) -> Outcome:
 
 def run(plan: Plan, *, keeps_log: bool = False) -> Outcome:
     """Runs a plan in a fork."""
+    try:
+        return in_child(partial(run_here, plan, keeps_log=keeps_log))
+    except ChildProcessError:
+        return Outcome(plan, problems=["Simulation: the run has crashed"])
+
+
+def in_child(work: Callable[[], Result]) -> Result:
+    """The result of `work` in a fork, which can be pickled. Raises ChildProcessError if it fails."""
     gc.collect()
     gc.freeze()
     reader, writer = os.pipe()
     child = os.fork()
     if child == 0:
         os.close(reader)
-        _run_in_child(plan, writer, keeps_log=keeps_log)
+        _run_in_child(work, writer)
     os.close(writer)
     with os.fdopen(reader, "rb") as file:
         content = file.read()
     os.waitpid(child, 0)
     if not content:
-        return Outcome(plan, problems=["Simulation: the run has crashed"])
-    outcome: Outcome = pickle.loads(content)
-    return outcome
+        raise ChildProcessError("the run has crashed")
+    result: Result = pickle.loads(content)
+    return result
 
 
-def _run_in_child(plan: Plan, writer: int, *, keeps_log: bool) -> None:
+def _run_in_child(work: Callable[[], object], writer: int) -> None:
     status = 1
     try:
         gc.disable()
-        outcome = run_here(plan, keeps_log=keeps_log)
+        result = work()
         with os.fdopen(writer, "wb") as file:
-            pickle.dump(outcome, file)
+            pickle.dump(result, file)
         status = 0
     except BaseException:
         traceback.print_exc()

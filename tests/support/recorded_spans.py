@@ -8,7 +8,7 @@ from opentelemetry.sdk.resources import Resource
 from opentelemetry.sdk.trace import ReadableSpan
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
-from rpc.tracing.config import TracingConfig
+from rpc.tracing.exporter import TracingConfig
 from rpc.tracing.tracer import Tracer, recording
 
 

@@ -3,6 +3,7 @@
 from dataclasses import dataclass, field
 
 from baton.engine.v1 import multiplex_pb2 as pb
+from engine_protocol.lane import StepCounter
 from engine_protocol.multiplex.replies import MultiplexedCall
 from engine_protocol.multiplex.running_calls import RunningCalls
 
@@ -45,9 +46,13 @@ class Sink:
     def meter(self) -> "Sink":
         return self
 
-    def count(self, now: float) -> None:
+    def count(self, now: float, steps: StepCounter | None) -> bool:
         self.noted += 1
         self.happened.append("noted")
+        return False
+
+    def leave(self) -> None:
+        """It never joins."""
 
 
 class NoLink:

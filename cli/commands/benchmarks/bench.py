@@ -1,20 +1,23 @@
 """`baton bench`: puts load on a server and reports what came of it."""
 
 import argparse
+from collections import defaultdict
+from collections.abc import Sequence
+from contextlib import AsyncExitStack
+from dataclasses import replace
 from pathlib import Path
 
 from baton.errors import ConfigError
-from cli.commands.benchmarks.compare import compare
-from cli.commands.benchmarks.loads import steps_of, workload_of
-from cli.commands.benchmarks.progress import Progress
-from cli.commands.benchmarks.reports import check_files, write_steps
-from cli.commands.benchmarks.servers import target_of, warm_up
+from cli.commands.benchmarks.reports import Progress, check_files, write_comparison, write_steps
+from cli.commands.benchmarks.servers import Target, steps_of, target_of, warm_up, workload_of
 from cli.outputs import require_writable, write_text
 from devtools.bench.agents import trace_of_sessions
+from devtools.bench.comparison import Comparison, Row
+from devtools.bench.load import Step
 from devtools.bench.profile import ProfilePlan, Profiler, profile_table
-from devtools.bench.summary import Summary, Targets, summarize
+from devtools.bench.report import Summary, Targets, summarize
 from devtools.bench.traces import BLOCK_TOKENS, generate_trace, read_trace
-from devtools.bench.workload import Planned, of_trace
+from devtools.bench.workload import Planned, Workload, of_trace
 from runtime.timing_profile import TimingProfile
 
 
@@ -95,3 +98,46 @@ def _write_profile(arguments: argparse.Namespace, profile: TimingProfile) -> Non
     write_text("FILE", arguments.file, profile.to_json())
     if arguments.markdown is not None:
         write_text("--markdown", arguments.markdown, text)
+
+
+async def compare(arguments: argparse.Namespace) -> int:
+    """Prints the report. Exit code 1 if every request of a server has failed."""
+    if len(set(arguments.url)) < max(2, len(arguments.url)):
+        raise ConfigError("bench compare: give at least two different --url")
+    check_files(arguments)
+    steps, workload, progress = steps_of(arguments), workload_of(arguments), Progress()
+    async with AsyncExitStack() as stack:
+        targets = [await stack.enter_async_context(target_of(arguments, url, progress)) for url in arguments.url]
+        for index, target in enumerate(targets):
+            await warm_up(target, replace(workload, prompts=index), arguments.warmup, progress)
+        turns = _Turns(targets, workload, Targets(arguments.ttft_target / 1e3, arguments.itl_target / 1e3), progress)
+        rows = [row for step in steps for row in await turns.rows(step, arguments.rounds)]
+    write_comparison(arguments, Comparison(tuple(rows)))
+    return 0 if all(any(each.requests > each.failed for each in row.rounds) for row in rows) else 1
+
+
+class _Turns:
+    """The rounds of a step. Each begins with another server, so that none is always measured first."""
+
+    def __init__(self, targets: Sequence[Target], workload: Workload, limits: Targets, progress: Progress) -> None:
+        self._targets = targets
+        self._workload = workload
+        self._limits = limits
+        self._progress = progress
+
+    async def rows(self, step: Step, rounds: int) -> list[Row]:
+        found: dict[str, list[Summary]] = defaultdict(list)
+        for number in range(rounds):
+            first = number % len(self._targets)
+            for index in (*range(first, len(self._targets)), *range(first)):
+                target = self._targets[index]
+                found[target.name].append(await self._measure(step, number, index, rounds))
+        return [Row(step.name, target.name, tuple(found[target.name])) for target in self._targets]
+
+    async def _measure(self, step: Step, number: int, index: int, rounds: int) -> Summary:
+        """One server in one round: with the lengths that the others get, and prompts that nobody else gets."""
+        target = self._targets[index]
+        prompts = (number + 1) * len(self._targets) + index
+        planned = step.plan(replace(self._workload, prompts=prompts))
+        self._progress.begin(f"{step.name}, round {number + 1} of {rounds}, {target.name}", planned)
+        return summarize(step.name, await step.run(target.load, planned), self._limits)

@@ -1,13 +1,36 @@
-"""The files of a benchmark's report: refused before anything is measured if they cannot be written."""
+"""The report of a benchmark and its progress; its files are refused at the start if they cannot be written."""
 
 import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
 from cli.outputs import require_writable, write_text
+from cli.terminal import errors
 from devtools.bench import report
 from devtools.bench.comparison import Comparison, comparison_json, comparison_markdown, comparison_plot
-from devtools.bench.summary import Summary, Targets
+from devtools.bench.load import Measured
+from devtools.bench.report import Summary, Targets
+from devtools.bench.workload import Planned
+
+
+class Progress:
+    """Prints how far a step has come, at most a hundred times."""
+
+    def __init__(self) -> None:
+        self._console = errors()
+        self._step, self._total, self._done, self._failed = "", 0, 0, 0
+
+    def begin(self, step: str, planned: Sequence[Planned]) -> None:
+        """Another step begins."""
+        self._step, self._total, self._done, self._failed = step, len(planned), 0, 0
+
+    def ended(self, measured: Measured) -> None:
+        """A request has ended."""
+        self._done += 1
+        self._failed += bool(measured.error)
+        if self._done == self._total or self._done % max(1, self._total // 100) == 0:
+            end = "\n" if self._done == self._total else "\r"
+            self._console.print(f"{self._step}: {self._done} of {self._total}, {self._failed} failed", end=end)
 
 
 def check_files(arguments: argparse.Namespace) -> None:

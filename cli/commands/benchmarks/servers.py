@@ -1,4 +1,4 @@
-"""The servers under load: Baton's router by gRPC, or any server of OpenAI's API by its URL."""
+"""The load, and the servers that get it: Baton's router by gRPC, or any server of OpenAI's API by its URL."""
 
 import argparse
 import asyncio
@@ -6,17 +6,30 @@ import os
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
+from pathlib import Path
 
 from baton.errors import ConfigError, ModelNotFound, Unavailable
 from baton.inference.v1 import generate_pb2
-from cli.commands.benchmarks.progress import Progress
-from cli.connection import connect
-from cli.credentials import find_credentials
-from devtools.bench.load import Load
+from cli.commands.benchmarks.reports import Progress
+from cli.connection import connect, find_credentials
+from devtools.bench.load import AtOnce, BenchServer, GrpcServer, Load, Step, sweep
 from devtools.bench.openai_server import HttpTarget, OpenAIServer
-from devtools.bench.server import BenchServer, GrpcServer
-from devtools.bench.steps import AtOnce
-from devtools.bench.workload import Workload
+from devtools.bench.workload import Images, Lengths, Workload, read_lengths
+
+
+def workload_of(arguments: argparse.Namespace) -> Workload:
+    """The lengths and the images of requests. Raises ConfigError for a file of lengths that is wrong."""
+    pairs = read_lengths(Path(arguments.lengths)) if arguments.lengths else ()
+    images = Images(arguments.images, arguments.image_size, arguments.image_repeat)
+    return Workload(Lengths(pairs, arguments.input, arguments.output), images)
+
+
+def steps_of(arguments: argparse.Namespace) -> list[Step]:
+    """The steps of a sweep. Raises ConfigError if there is none."""
+    if not arguments.rate and not arguments.concurrency:
+        raise ConfigError(f"bench {arguments.action}: give --rate, --concurrency or both")
+    return sweep(arguments.rate, arguments.concurrency, arguments.requests, arguments.seed)
+
 
 _CONNECTIONS = 8
 _POLL_SECONDS = 0.5

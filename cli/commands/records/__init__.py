@@ -1,5 +1,6 @@
-"""The records of requests: record.py (into a file), replay.py (runs one again), why.py (explains one).
+"""The records of requests.
 
-comparing.py (two runs of a request: the first token that differs, and what was different), request.py (the request of a
-record, with what was not kept of it), page.py (the text of `baton why`).
+replay.py   runs one again, and compares the answers
+why.py      explains one
+request.py  writes records into a file; the request of a record, with what was not kept of it
 """

@@ -1,4 +1,7 @@
-"""The request of a record, and the bundles that records are read from."""
+"""Bundles of records: `baton record` writes one; the request of a record that is read from one."""
+
+import argparse
+import sys
 
 from google.protobuf import json_format
 
@@ -7,6 +10,24 @@ from baton.errors import InvalidRequest
 from baton.files import LARGEST_REQUEST_BYTES, read_file
 from baton.images import user_message
 from baton.inference.v1 import generate_pb2, record_pb2
+from cli.connection import connect
+from cli.outputs import write_text
+from cli.request import text_of
+
+
+async def write_record(arguments: argparse.Namespace) -> int:
+    """Writes the bundle to a file, or to standard output."""
+    request_id = text_of("REQUEST_ID", arguments.request_id)
+    async with connect(arguments, arguments.tenant) as client:
+        found = await client.records(request_id)
+    bundle = records.write_bundle(found)
+    if arguments.output == "-":
+        sys.stdout.write(bundle)
+        return 0
+    write_text("--output", arguments.output, bundle)
+    print(f"{arguments.output}: {len(found)} {'record' if len(found) == 1 else 'records'} of {request_id}")
+    return 0
+
 
 _OPTION = "--prompt-file"
 

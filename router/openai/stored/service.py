@@ -20,7 +20,7 @@ from router.config import StoredResponsesConfig
 from router.context import RequestContext, RequestQos
 from router.openai.call import HttpCall
 from router.openai.choices import now
-from router.openai.errors import known_error
+from router.openai.errors import PLAIN_NAMES, FieldNames, known_error
 from router.openai.fields import read
 from router.openai.responses import ResponseBuilder, ResponsesRequest
 from router.openai.stored.document import ResponseDocument
@@ -29,7 +29,7 @@ from router.request_path import RequestPath
 from router.resume.handle import Handle, owner_sha256
 from router.resume.resumer import Resumer
 from rpc.auth.caller import current_caller
-from rpc.interceptors.arrival import message_bytes, record_size
+from rpc.interceptors.calls import message_bytes, record_size
 from rpc.timeouts import CLEANUP_SECONDS
 from runtime.aio import run_to_completion, timeout, wait_until_done
 from runtime.clock import monotonic
@@ -145,7 +145,7 @@ class ResponseService:
             is_background=True,
         )
         self.table.add(entry)
-        failed = self._start(entry, partial(self._pipeline_run, ctx, document), body.guided_field)
+        failed = self._start(entry, partial(self._pipeline_run, ctx, document), call.names)
         with suppress(TimeoutError):
             async with timeout(_REFUSED_SECONDS):
                 while not document.has_started:
@@ -159,7 +159,7 @@ class ResponseService:
         return self._path.pipeline.run(ctx, Reply(document.send, lambda _trailer: None))
 
     def _start(
-        self, entry: StoredResponse, work: Callable[[], Coroutine[Any, Any, Any]], guided_field: str
+        self, entry: StoredResponse, work: Callable[[], Coroutine[Any, Any, Any]], names: FieldNames
     ) -> list[BatonError]:
         """Runs the work of an entry in its own task. Its error will be in the list that is returned."""
         failed: list[BatonError] = []
@@ -172,7 +172,7 @@ class ResponseService:
                 entry.document.leave()
             except Exception as error:  # whatever it is, the response tells of it
                 failed.append(known_error("/openai/v1/responses", error))
-                entry.document.fail(failed[0], guided_field)
+                entry.document.fail(failed[0], names)
             finally:
                 self.table.update(entry)
 
@@ -224,7 +224,7 @@ class ResponseService:
         if not found.done():
             return await _not_found(adopting)
         entry = found.result()
-        self._start(entry, partial(_awaited, adopting), "")
+        self._start(entry, partial(_awaited, adopting), PLAIN_NAMES)
         with suppress(TimeoutError):
             async with timeout(_ADOPTED_SECONDS):
                 while not entry.document.has_started:

@@ -2,9 +2,8 @@
 
 from dataclasses import dataclass, field
 
-from discovery.location import Domain, steps_apart
 from discovery.pairing import can_hand_over
-from discovery.record import WorkerRecord
+from discovery.record import Domain, WorkerRecord, steps_apart
 from router.routing.latency import Clock
 from router.routing.prefix.prefix_caches import Cache
 from router.routing.prefix.work import RankWork, WorkShares

@@ -106,7 +106,10 @@ class Forecast(Generic[W]):
             moved = min(tokens or peer.tokens, peer.tokens) / blocks.block_tokens * blocks.block_bytes
             # One that brought nothing would have taken longer: it ends when computing is as quick.
             self._loan.add(moved, seconds if tokens else _LATE * seconds)
-        elif not self._caches.reports(peer.record.process):
+
+    def peer_has_none(self) -> None:
+        peer, blocks = self._prediction.load.peer, self._request.blocks
+        if peer is not None and not self._caches.reports(peer.record.process):
             first = peer.num_blocks - peer.tokens // blocks.block_tokens
             self._caches.correct(Cache(peer.record.process, peer.rank), blocks.keys[first : peer.num_blocks])
 

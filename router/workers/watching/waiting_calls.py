@@ -110,6 +110,8 @@ class WaitingCalls:
 
     def interrupt_unanswered(self) -> None:
         """Stops calls that have waited too long for their answers, and that another worker could answer."""
+        if not self._calls:
+            return
         now, left, backlog = monotonic(), _ASKED_AT_ONCE, self._backlog()
         for call in tuple(self._calls):
             waiting = call.waiting

@@ -34,6 +34,14 @@ UNSHARED = AllocationRules()
 """The rules of a pool that is used for held KV alone, or for decoding alone."""
 
 
+def uncount(references: Counter[int], blocks: Iterable[int]) -> None:
+    """Takes one reference from each of these; those without any are no keys any more."""
+    for block in blocks:
+        references[block] -= 1
+        if not references[block]:
+            del references[block]
+
+
 class KeptBlocks:
     """The blocks of prompts that are computed for or held for other workers, each counted once."""
 
@@ -48,10 +56,7 @@ class KeptBlocks:
 
     def remove(self, blocks: Iterable[int]) -> None:
         """Removes the blocks of a prompt from the count."""
-        for block in blocks:
-            self._references[block] -= 1
-            if not self._references[block]:
-                del self._references[block]
+        uncount(self._references, blocks)
 
     def beside(self, blocks: Collection[int]) -> int:
         """Returns how many kept blocks are not among these."""

@@ -13,8 +13,7 @@ from typing_extensions import Self
 
 from baton.errors import ConfigError, EngineFailed, Overloaded
 from runtime.clock import monotonic
-from services.engines.base import EmbeddingRules, EncoderLoad, EnginePart, ModelFacts
-from services.engines.embedding import Vector
+from services.engines.base import EmbeddingRules, EncoderLoad, EnginePart, ModelFacts, Vector
 from services.engines.prompt import Embedding, Media, MediaSpan
 from services.engines.simulated.config import SimulatedConfig
 from services.engines.simulated.facts import kv_layout, model_facts

@@ -22,7 +22,7 @@ from services.engines.base import Engine, EngineLoad, ModelFacts, PromptProgress
 from services.engines.generation import ClosingStream
 from services.engines.kv import PulledKv
 from services.engines.kv_events import KvChange
-from services.engines.memory.allocation import UNSHARED, AllocationRules
+from services.engines.memory.allocation import UNSHARED, AllocationRules, uncount
 from services.engines.memory.shared_pool import SharedPool
 from services.engines.prompt import Prompt, Sampling
 from services.engines.simulated.config import SimulatedConfig
@@ -260,10 +260,7 @@ class SimulatedEngine(Engine):
         return SimulatedKv(sequence, blocks, self._let_go)
 
     def _let_go(self, block_ids: tuple[int, ...]) -> int:
-        self._held.subtract(block_ids)
-        for block_id in block_ids:
-            if not self._held[block_id]:
-                del self._held[block_id]
+        uncount(self._held, block_ids)
         return self._ranks.of_blocks(block_ids).scheduler.let_go(block_ids)
 
     def _check_prompt(self, prompt: Prompt) -> None:

@@ -19,7 +19,7 @@ from PIL import Image
 from typing_extensions import Self
 
 from baton.errors import BatonError, EngineFailed, InvalidRequest, Overloaded
-from runtime.daemon_call import daemon_call
+from runtime.threads import daemon_call
 from services.engines.base import EncoderLoad, ModelFacts
 from services.engines.canary import Canary
 from services.engines.prompt import Embedding, Media

@@ -8,7 +8,7 @@ import structlog
 from pydantic import BaseModel
 
 from baton.errors import ConfigError, EngineFailed
-from runtime.daemon_call import daemon_call
+from runtime.threads import daemon_call
 from services.engines.trtllm.config import (
     AUTODEPLOY_UNKNOWN,
     ENCODER_KNOWN,

@@ -4,7 +4,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import AbstractAsyncContextManager
 
 from baton.errors import ConfigError
-from runtime.gpus import visible_gpus
+from runtime.machine import visible_gpus
 from services.engines.base import Engine
 from services.engines.context import EngineContext
 from services.engines.external.argument_places import merge, read_places

@@ -3,7 +3,7 @@
 import pytest
 
 from devtools.bench.load import Measured
-from devtools.bench.summary import Percentiles, Targets, summarize
+from devtools.bench.report import Percentiles, Targets, summarize
 
 # At 0, 1 and 2 s; 10 ms, 20 ms and 30 ms from a token to the next one.
 ANSWERS = [

@@ -12,8 +12,8 @@ import pytest
 from opentelemetry.proto.trace.v1.trace_pb2 import Span
 from support.servers.otlp import START_NS, Made, trace_id, viewing
 
+from devtools.trace_viewer.api import Viewer
 from devtools.trace_viewer.store import Bounds
-from devtools.trace_viewer.viewer import Viewer
 
 START_US = START_NS // 1000
 

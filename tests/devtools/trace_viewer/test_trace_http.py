@@ -7,8 +7,8 @@ import pytest
 from support.servers.otlp import viewing
 
 from baton.errors import ConfigError
+from devtools.trace_viewer.api import Viewer
 from devtools.trace_viewer.http import serve_http
-from devtools.trace_viewer.viewer import Viewer
 
 
 @pytest.fixture

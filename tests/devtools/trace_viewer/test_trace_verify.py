@@ -7,7 +7,7 @@ import pytest
 from support.clients.baton_command import Baton
 from support.servers.otlp import Made, resource_spans, trace_id, viewing
 
-from devtools.trace_viewer import jaeger
+from devtools.trace_viewer import reading
 from devtools.trace_viewer.contract import Verdict, verify
 from devtools.trace_viewer.reading import read
 from devtools.trace_viewer.store import TraceStore
@@ -49,7 +49,7 @@ def verdict(spans: Sequence[Made]) -> Verdict:
     store = TraceStore()
     store.add(resource_spans(*spans))
     (trace,) = store.newest_first()
-    return verify(read(jaeger.trace(trace)))
+    return verify(read(reading.trace(trace)))
 
 
 def test_a_trace_that_is_right_has_no_faults() -> None:

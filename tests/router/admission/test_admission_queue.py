@@ -12,7 +12,7 @@ from support.clients.scraping import sample
 from support.cluster.in_process import FAST_ROUTER, Bench, bench, simulated
 from support.eventually import eventually
 
-from baton.connection.metadata import PRIORITY_KEY, TENANT_KEY
+from baton.connection.credentials import PRIORITY_KEY, TENANT_KEY
 from baton.inference.v1 import generate_pb2, inference_service_pb2_grpc
 from router.config import AdmissionConfig, LimitsConfig, QuotaConfig, QuotasConfig, RouterConfig
 

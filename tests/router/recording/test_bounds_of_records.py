@@ -11,11 +11,12 @@ from support.clients.scraping import since
 from support.cluster.in_process import DECODE, PREFILL
 from support.cluster.recorded import recorded
 
-from baton.connection.metadata import RECORDED
+from baton.connection.credentials import RECORDED
 from baton.errors import RequestNotFound
 from baton.inference.v1 import generate_pb2, record_pb2
 from router.config import RecordsConfig
-from router.recording.folder import RecordFolder
+from router.recording.recorder import Recorder
+from router.recording.table import RecordFolder, RecordTable, latest
 
 _MIB = 2**20
 
@@ -90,6 +91,41 @@ def test_a_record_that_could_not_be_written_leaves_no_file(tmp_path: Path, monke
     assert not list(tmp_path.iterdir())
 
 
+def test_the_records_of_one_id_are_few_and_small_together_and_the_latest() -> None:
+    sizes = [100, 700_000, 200_000, 200_000, 200_000, 500_000]
+    table = RecordTable(RecordsConfig(asked=True))
+    records = [_record(number, size) for number, size in enumerate(sizes)]
+    for record in records:
+        record.request_id = "a"
+        assert table.add(record)
+    found = [record_pb2.RequestRecord.FromString(one) for one in table.find("a", None)]
+    assert [int(one.record_id, 16) for one in found] == [3, 4, 5]
+    assert latest(records) == found
+    large = _record(9, 2 * _MIB)
+    assert latest([*records, large]) == [large]
+    assert latest(records[:1] * 5) == records[:1] * 4
+
+
+async def test_other_work_goes_on_between_the_records_that_are_read() -> None:
+    recorder = Recorder(RecordsConfig(asked=True), "router", "automatic", lambda: ())
+    for number in range(4):
+        record = _record(number)
+        record.request_id = "a"
+        recorder.table.add(record)
+    turns = 0
+
+    async def other() -> None:
+        nonlocal turns
+        while True:
+            turns += 1
+            await asyncio.sleep(0)
+
+    working = asyncio.ensure_future(other())
+    assert len(await recorder.find("a", None)) == 4
+    working.cancel()
+    assert turns >= 4
+
+
 async def test_long_answers_count_among_what_waits_to_be_recorded() -> None:
     records = RecordsConfig(asked=True, max_bytes=4096)
     async with recorded(PREFILL, DECODE, records=records, routers=1) as cluster:
@@ -149,7 +185,9 @@ async def test_each_outcome_is_recorded_once_and_leaves_nothing() -> None:
         recorder = router.path.recorder
         assert recorder is not None
         for kind, possible in outcomes.items():
-            for number in range(40):
-                [record] = await recorder.find(f"{kind} {number}", None)
-                assert record.outcome in possible
+            found = [await recorder.find(f"{kind} {number}", None) for number in range(40)]
+            assert all(record.outcome in possible for records in found for record in records)
+            # On a busy machine a call may be over before its request has come.
+            assert {len(records) for records in found} <= ({0, 1} if kind == "late" else {1})
+            assert any(found)
         assert len(router.path.running.table) == 0

@@ -11,7 +11,7 @@ from support.cluster.recorded import Recorded, recorded
 from support.eventually import PATIENCE_SECONDS
 
 from baton import records
-from baton.connection.metadata import RECORDED
+from baton.connection.credentials import RECORDED
 from baton.inference.v1 import generate_pb2
 from router.config import RecordsConfig
 

@@ -15,7 +15,7 @@ from support.eventually import PATIENCE_SECONDS
 
 from baton import AsyncClient
 from baton.calls import unary
-from baton.connection.metadata import RECORD_KEY, RECORDED
+from baton.connection.credentials import RECORD_KEY, RECORDED
 from baton.engine.v1 import peer_pb2, peer_pb2_grpc
 from baton.errors import BatonError, InvalidRequest, RequestNotFound, Unauthenticated, Unavailable
 from baton.inference.v1 import generate_pb2, record_pb2

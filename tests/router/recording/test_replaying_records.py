@@ -12,8 +12,7 @@ from support.engines.checkpoints import save_llama
 from support.lifetimes import in_one_task
 
 from baton.inference.v1 import generate_pb2, record_pb2
-from cli.commands.records.comparing import FirstDifference, different_facts, first_differences
-from cli.commands.records.replay import Replayed, replay, report
+from cli.commands.records.replay import FirstDifference, Replayed, different_facts, first_differences, replay, report
 from cli.commands.records.request import request_of
 from router.config import RecordsConfig
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from support.clients.resuming import Received
+from support.clients.scraping import sample
 from support.cluster.demo import demo_worker
 from support.cluster.in_process import PATIENT, Bench, bench
 from support.engines.adapters import save_adapter
@@ -55,6 +56,8 @@ async def require_exact(running: Bench, other: Stub, request: generate_pb2.Gener
     expected = await read(running.stub.Generate(request, timeout=PATIENCE_SECONDS), Received(request))
     for cut in sorted({1, expected.tokens // 2, expected.tokens - 1, expected.tokens}):
         received = await read(running.stub.Generate(request), Received(request), until=cut)
+        # The first router has left it: a decode that it begins after that would be taken over, and not be lost.
+        await eventually(lambda: sample("baton_router_running_requests") == 0)
         await eventually(lambda: not any(worker.kept.usage.attached for worker in running.workers.values()))
         if is_lost:
             for worker in running.workers.values():
@@ -120,11 +123,11 @@ async def test_a_reader_that_is_slow_gets_the_same_from_another_router() -> None
         call = running.stub.Generate(request)
         async for message in call:
             received.add(message)
-            await asyncio.sleep(0.01)
+            await asyncio.sleep(0.004)
             if received.tokens > 600:
                 call.cancel()
                 break
         async for message in other.ResumeGeneration(received.resume(with_copy=False)):
             received.add(message)
-            await asyncio.sleep(0.005)
+            await asyncio.sleep(0.002)
         assert received.whole == expected.whole

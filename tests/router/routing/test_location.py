@@ -10,9 +10,8 @@ from support.cluster.in_process import FAST_ROUTER, Bench, bench, eventually, si
 from support.router.worker_views import worker
 
 from baton.inference.v1 import cluster_service_pb2, generate_pb2
-from discovery.location import DOMAINS, Location, is_within, nearness, steps_apart
 from discovery.pairing import can_hand_over, partly_unpaired, unpaired
-from discovery.record import WorkerRecord
+from discovery.record import DOMAINS, Location, WorkerRecord, is_within, nearness, steps_apart
 from router.config import RouterConfig, RoutingConfig
 from services.config import LocationConfig, WorkerConfig
 

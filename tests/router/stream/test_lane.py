@@ -90,7 +90,7 @@ class Answer:
             if not lane.push(token_id):
                 break
             pushed.append(token_id)
-            lane.meter.count(time.monotonic())
+            lane.meter.count(time.monotonic(), None)
         self.meter.settle()
         return pushed
 

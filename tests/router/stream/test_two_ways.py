@@ -130,7 +130,7 @@ async def sent(
                 assert writer.lane.push(token_id)
                 if meter.detokenizing and general is not None:
                     general.append(token_id)
-                writer.lane.meter.count(time.monotonic())
+                writer.lane.meter.count(time.monotonic(), None)
             else:
                 writer.put_now(completion.push([token_id], ()))
         client.reading.set()

@@ -12,7 +12,7 @@ from support.eventually import eventually
 from support.images.pictures import picture
 from support.images.simulated_workers import about, leasing, multimodal
 
-from baton.connection.metadata import TIMINGS_KEY
+from baton.connection.credentials import TIMINGS_KEY
 from baton.inference.v1 import generate_pb2, timing_pb2
 from baton.inference.v1.timing_pb2 import StageTiming
 

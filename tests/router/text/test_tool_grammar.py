@@ -9,9 +9,8 @@ from support.engines.checkpoints import DEMO
 
 from baton.errors import InvalidRequest, Unsupported
 from baton.inference.v1 import generate_pb2
-from grammars.checking import check_guide
 from grammars.guide import read_guide
-from grammars.source import grammar_source
+from grammars.source import check_guide, grammar_source
 from router.text.parsing.formats import DEEPSEEK, HERMES, LLAMA, MISTRAL, ToolFormat
 from router.text.parsing.parts import ToolCall
 from router.text.parsing.tool_grammar import guided_calls, name_tools, wants_guided_calls

@@ -21,9 +21,10 @@ from baton.inference.v1.model_pb2 import ModelCapabilities, ModelLimits
 from discovery.record import LORA, WorkerRecord
 from router.config import RoutingConfig
 from router.placement.kv_events import KvSubscriber
-from router.routing.known_loras import KnownLoras
+from router.routing.policy import KnownLoras
 from router.routing.prefix.prefix_caches import Cache, PrefixCaches
 from router.text.served_model import ServedModel
+from router.workers import loras
 from router.workers.loras import find_lora, loras_of_model, split_name, watch_loras
 from rpc.channels import open_channel
 from rpc.health import Health
@@ -135,6 +136,31 @@ async def test_an_inventory_of_adapters_that_is_too_large_counts_as_none(name: s
     # A name that no worker has is wrong, and not one that a worker may still tell of.
     with pytest.raises(InvalidRequest, match="known are none"):
         find_lora(workers, _model_of(workers), "none")
+
+
+class Silent(worker_pb2_grpc.WorkerServiceServicer):
+    """A worker that never tells its adapters."""
+
+    async def WatchLoras(self, request: Any, context: Any) -> AsyncIterator[worker_pb2.WatchLorasResponse]:
+        await asyncio.Event().wait()
+        yield worker_pb2.WatchLorasResponse()
+
+
+async def test_a_worker_that_never_tells_its_adapters_counts_as_without_any(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loras, "TELLING_SECONDS", 0.1)
+    add = worker_pb2_grpc.add_WorkerServiceServicer_to_server
+    service = Service("baton.engine.v1.WorkerService", add, Silent())
+    faults = since("baton_router_worker_faults_total", stage="loras")
+    noted: list[KnownLoras] = []
+    async with (
+        serve("127.0.0.1:0", [service], health=Health(), drain_seconds=0) as server,
+        open_channel(server.address) as channel,
+    ):
+        control = worker_pb2_grpc.WorkerServiceStub(channel)
+        watching = asyncio.ensure_future(watch_loras("silent", control, noted.append))
+        await eventually(lambda: noted == [KnownLoras(is_reported=True)])
+        watching.cancel()
+    assert faults.grown == 1
 
 
 def test_many_adapters_are_listed_and_named_in_errors_in_little_time() -> None:

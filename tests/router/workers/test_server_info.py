@@ -6,7 +6,7 @@ from support.cluster.command_fixtures import baton, environment  # noqa: F401
 from support.cluster.in_process import FAST_ROUTER, Bench, bench, simulated
 
 from baton.calls import unary
-from baton.connection.channels import MAX_RECEIVE_BYTES
+from baton.connection.settings import MAX_RECEIVE_BYTES
 from baton.inference.v1 import server_info_pb2
 from baton.version import __version__
 from router.config import AdmissionConfig, LimitsConfig, OpenAIConfig

@@ -19,10 +19,9 @@ from support.servers.scripted_router import NAME, service
 
 from baton.errors import ConfigError
 from baton.inference.v1 import model_pb2
-from rpc.auth.access import Access, AuthConfig, Rules, open_access
+from rpc.auth.access import Access, AuthConfig, Rules, open_access, read_tokens
 from rpc.auth.caller import current_caller
 from rpc.auth.tls import TlsConfig
-from rpc.auth.tokens import read_tokens
 from rpc.channels import open_channel
 from rpc.health import Health
 from rpc.server import ConnectionLimits, Server, serve

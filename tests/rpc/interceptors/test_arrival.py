@@ -8,7 +8,7 @@ from support.cluster.server_kind import SERVER_KIND
 from support.servers.scripted_router import scripted
 
 from baton.inference.v1 import model_pb2
-from rpc.interceptors.arrival import arrived_at
+from rpc.interceptors.calls import arrived_at
 
 CALLS = 40
 HELD_SECONDS = 0.005

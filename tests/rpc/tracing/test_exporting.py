@@ -13,7 +13,7 @@ from support.servers.otlp import viewing
 
 from baton.errors import ConfigError
 from cli.local.ports import free_port
-from rpc.tracing.config import TracingConfig
+from rpc.tracing.exporter import TracingConfig
 from rpc.tracing.span import NO_SPAN
 from rpc.tracing.tracer import configure_tracing
 from runtime.config import load

@@ -6,7 +6,7 @@ from opentelemetry.trace import SpanContext, SpanKind, TraceFlags, TraceState
 from support.recorded_spans import recorded
 
 from baton.errors import NoWorker
-from rpc.tracing.otlp import export_request
+from rpc.tracing.exporter import export_request
 
 _CALLER = SpanContext(2**127 + 1, 2**63 + 1, True, TraceFlags(1), TraceState([("other", "1"), ("baton", "x")]))
 

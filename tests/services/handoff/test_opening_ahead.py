@@ -12,8 +12,7 @@ from support.eventually import eventually
 from support.servers.held_handoff_service import HeldBack, held_back
 
 from baton.engine.v1 import handoff_pb2
-from discovery.location import Location
-from discovery.record import WorkerRecord
+from discovery.record import Location, WorkerRecord
 from runtime.aio import timeout
 from services.handoff.opening import MOST_PEERS, START_SECONDS, nearest_owners
 

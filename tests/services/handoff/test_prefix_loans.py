@@ -121,13 +121,15 @@ async def test_a_borrowed_prefix_is_cached_and_lent_on(start: Starter) -> None:
         assert (await prefill_from(third, source(second))).handoff.usage.peer_cached_tokens == FULL * BLOCK_TOKENS
         again = (await prefill_from(third, source(second))).handoff.usage
         assert (again.cached_tokens, again.peer_cached_tokens) == (FULL * BLOCK_TOKENS, 0)
+        assert again.HasField("peer_seconds")
+        assert not again.peer_has_none
 
 
 async def test_nothing_crosses_a_cache_salt(start: Starter) -> None:
     async with start("prefill") as lender, start("prefill") as borrower:
         await compute(lender, salt="one tenant")
         usage = (await prefill_from(borrower, source(lender), salt="another")).handoff.usage
-        assert (usage.cached_tokens, usage.peer_cached_tokens) == (0, 0)
+        assert (usage.cached_tokens, usage.peer_cached_tokens, usage.peer_has_none) == (0, 0, True)
         same = (await prefill_from(borrower, source(lender), salt="one tenant", request_id="s")).handoff.usage
         assert same.peer_cached_tokens == FULL * BLOCK_TOKENS
 

@@ -15,13 +15,12 @@ from baton.calls import stream
 from baton.engine.v1 import worker_pb2
 from baton.errors import RoleMismatch, Unavailable
 from discovery.etcd import EtcdConfig, EtcdRegistry
-from discovery.etcd.id_allocation import EtcdAllocatedId
-from discovery.keys import WorkerKeys
+from discovery.etcd.registration import EtcdAllocatedId
 from discovery.memory import MemoryRegistry
 from discovery.record import WorkerRecord
-from discovery.registry import Registration, Registry
+from discovery.registry import Registration, Registry, WorkerKeys
 from runtime.entropy import token_hex
-from services.moving.role_claim import RoleClaim, kind_of
+from services.moving.roles import RoleClaim, kind_of
 from services.server import Worker, host_worker
 
 

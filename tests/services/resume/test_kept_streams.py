@@ -209,6 +209,8 @@ async def test_a_look_changes_nothing(decode: Running) -> None:
     await reading
     assert look.attached is not None
     assert (first.error, len(first.ids), look.attached.attachment) == (None, 200, 1)
+    assert look.attached.token_ids
+    assert not look.attached.HasField("prompt")  # which may be long, and nobody needs it
 
 
 async def test_an_orphan_has_no_block_once_its_grace_is_over(decode: Running) -> None:

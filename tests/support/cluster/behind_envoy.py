@@ -10,13 +10,13 @@ from support.eventually import eventually
 from support.servers.envoy import Envoy, running_envoy
 
 from baton.inference.v1.inference_service_pb2_grpc import InferenceServiceStub
+from devtools.trace_viewer.api import Viewer, open_viewer
 from devtools.trace_viewer.store import Bounds
-from devtools.trace_viewer.viewer import Viewer, open_viewer
 from discovery.memory import MemoryRegistry
 from router.config import ProbeConfig, RouterConfig
 from router.server import Router, host_router
 from rpc.channels import open_channel
-from rpc.tracing.config import TracingConfig
+from rpc.tracing.exporter import TracingConfig
 from services.server import host_worker
 
 # Everything shares this process, and the machine with other tests: a late answer means busy, not lost.

@@ -189,3 +189,21 @@ async def running_stream(running: Bench, until_tokens: int, **fields: Any) -> As
     yield task
     task.cancel()
     await asyncio.gather(task, return_exceptions=True)
+
+
+@asynccontextmanager
+async def growing(running: Bench, until_tokens: int = 3, **fields: Any) -> AsyncIterator[Stream]:
+    """A running request that is read all the time and ends with the context; it has some tokens when that opens."""
+    stream = Stream([])
+
+    async def read() -> None:
+        async for message in running.stub.Generate(generate_pb2.GenerateRequest(**fields), timeout=PATIENCE_SECONDS):
+            stream.messages.append(message)
+
+    task = asyncio.create_task(read())
+    try:
+        await eventually(lambda: len(stream.token_ids) >= until_tokens or task.done())
+        yield stream
+    finally:
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)

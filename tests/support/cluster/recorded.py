@@ -12,7 +12,7 @@ from support.eventually import PATIENCE_SECONDS, eventually
 
 from baton import AsyncClient
 from baton.calls import stream, unary
-from baton.connection.metadata import RECORDED
+from baton.connection.credentials import RECORDED
 from baton.inference.v1 import cluster_service_pb2, cluster_service_pb2_grpc, generate_pb2, inference_service_pb2_grpc
 from baton.inference.v1.record_pb2 import RequestRecord
 from discovery.memory import MemoryRegistry

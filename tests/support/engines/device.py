@@ -5,7 +5,7 @@ BATON_TEST_DEVICE is cpu if unset; `make gpu` sets cuda. BATON_TEST_EXECUTION is
 
 import os
 
-from runtime.gpus import VARIABLE, visible_gpus
+from runtime.machine import VARIABLE, visible_gpus
 
 DEVICE = os.environ.get("BATON_TEST_DEVICE", "cpu")
 

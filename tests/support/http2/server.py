@@ -12,7 +12,7 @@ import grpc
 import uvloop
 from grpc import StatusCode, aio
 
-from baton.connection.channels import MAX_RECEIVE_BYTES
+from baton.connection.settings import MAX_RECEIVE_BYTES
 from baton_http2.limits import Http2Limits, ServerLimits
 from baton_http2.server.server import Http2Server
 from rpc.auth.tls import TlsConfig

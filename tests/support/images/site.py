@@ -7,7 +7,7 @@ from support.certificates import Authority, Pair
 from support.servers.https import Answer, Web, web
 
 from media.config import FetchConfig, MediaConfig
-from media.item import CheckedMedia, MediaItem
+from media.content import CheckedMedia, MediaItem
 from media.loader import MediaLoader
 from media.sources.addresses import Resolver
 

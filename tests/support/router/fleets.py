@@ -8,15 +8,14 @@ from support.router.measured_workers import StaticFleet, measured
 
 from baton.engine.v1 import peer_pb2
 from baton.errors import Unavailable
-from discovery.location import Location
-from discovery.record import WorkerRecord
+from discovery.record import Location, WorkerRecord
 from router.admission.controller import AdmissionController
 from router.admission.quotas import Quotas
 from router.config import AdmissionConfig, Fairness, QuotasConfig
 from router.peers.link import check_response
 from router.peers.membership import RegisteredPeers
 from router.peers.service import PeerServicer, check
-from router.recording.finding import find_here
+from router.recording.recorder import find_here
 
 _NO_RECORDS = partial(find_here, recorder=None)
 

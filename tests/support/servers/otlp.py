@@ -9,8 +9,8 @@ from opentelemetry.proto.common.v1.common_pb2 import AnyValue, ArrayValue, Instr
 from opentelemetry.proto.resource.v1.resource_pb2 import Resource
 from opentelemetry.proto.trace.v1.trace_pb2 import ResourceSpans, ScopeSpans, Span, Status
 
+from devtools.trace_viewer.api import Viewer, open_viewer
 from devtools.trace_viewer.store import Bounds
-from devtools.trace_viewer.viewer import Viewer, open_viewer
 from rpc.channels import open_channel
 
 START_NS = 1_700_000_000_000_000_000

@@ -1,7 +1,7 @@
 """Which sequences take part in the next step, which wait, and which are preempted when the pool is full."""
 
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -9,15 +9,14 @@ from functools import partial
 from baton.errors import Overloaded
 from services.engines import metrics
 from services.engines.kv import packed_ids
-from services.engines.memory.allocation import UNSHARED, AllocationRules, Grant, KeptBlocks, grant_blocks
+from services.engines.memory.allocation import UNSHARED, AllocationRules, Grant, KeptBlocks, grant_blocks, uncount
 from services.engines.pytorch.config import PyTorchConfig
 from services.engines.pytorch.kv_cache.blocks import BlockPool
 from services.engines.pytorch.kv_cache.tiers.tiers import KvTiers
 from services.engines.pytorch.runners.batch import Chunk
 from services.engines.pytorch.sequence import State, TokenSequence
 from services.engines.pytorch.speculation.drafting import Drafter
-from services.engines.pytorch.steps.reservations import BlockReservation, LentBlocks
-from services.engines.pytorch.steps.tier_loads import TierLoads
+from services.engines.pytorch.steps.tier_loads import BlockReservation, LentBlocks, TierLoads
 from services.engines.seals import BlockContents
 
 
@@ -84,6 +83,7 @@ class Scheduler:
         self.waiting: deque[TokenSequence | BlockReservation] = deque()
         self.reserved = 0
         self.kept = KeptBlocks(pool.total, rules)
+        self.held: Counter[int] = Counter()  # the blocks that other workers may read, with how many loans and prompts
         self._pool = pool
         self._limits = limits
         self._drafter = drafter
@@ -120,6 +120,8 @@ class Scheduler:
             self._loads.give_up(item)
         if isinstance(item, TokenSequence):
             self._loads.unpark(item)
+        if item.state is State.HELD:
+            uncount(self.held, item.blocks)
         item.state = State.DONE
         freed = self._free(item)
         if freed and isinstance(item, TokenSequence) and self._limits.prefix_cache:
@@ -129,6 +131,7 @@ class Scheduler:
     def hold(self, sequence: TokenSequence) -> None:
         """Removes a sequence from the steps; it keeps its blocks."""
         self.running.remove(sequence)
+        self.held.update(sequence.blocks)
         sequence.state = State.HELD
 
     def keep(self, sequence: TokenSequence) -> None:
@@ -157,11 +160,13 @@ class Scheduler:
     def _lend(self, lent: LentBlocks) -> LentBlocks:
         self._pool.share(lent.block_ids)
         self.kept.add(lent.block_ids)
+        self.held.update(lent.block_ids)
         return lent
 
     def give_back(self, lent: LentBlocks) -> int:
         """Ends the loan of blocks; returns how many."""
         self.kept.remove(lent.block_ids)
+        uncount(self.held, lent.block_ids)
         self._pool.release(lent.block_ids)
         return len(lent.block_ids)
 

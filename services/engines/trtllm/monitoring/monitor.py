@@ -15,7 +15,7 @@ from packaging.version import Version
 from typing_extensions import Self
 
 from baton.errors import Unsupported
-from runtime.daemon_call import daemon_call
+from runtime.threads import daemon_call
 from services.engines.kv_events import KvChange
 from services.engines.trtllm.config import KvCacheArguments
 from services.engines.trtllm.monitoring import metrics

@@ -10,12 +10,11 @@ from support.router.worker_views import worker
 from baton.engine.v1 import handoff_pb2, prompt_pb2
 from baton.inference.v1 import cluster_service_pb2, generate_pb2, timing_pb2
 from discovery.record import PREFIX_LOANS, WorkerRecord
-from router.routing.known_loras import KnownLoras
-from router.routing.policy import Candidates, IgnoredProgress, Placement, PromptBlocks, RoutingRequest
+from router.routing.policy import Candidates, IgnoredProgress, KnownLoras, Placement, PromptBlocks, RoutingRequest
 from router.routing.prefix.cost import Priors
 from router.routing.prefix.predicted import PredictedSeconds
 from router.routing.prefix.prefix_caches import Cache
-from router.workers.prefix_sources import prefix_source, report_loan
+from router.workers.destinations import prefix_source, report_loan
 
 SIZE, BLOCK_BYTES = 16, 1 << 20
 PRIORS = Priors(prefill_base_seconds=0.0, prefill_tokens_per_second=1000.0, transfer_base_seconds=0.0)
@@ -164,6 +163,10 @@ def test_what_an_estimated_lender_did_not_have_is_not_expected_there() -> None:
     placement = chosen.choose(request(), Candidates([lender], [borrower], requires_prefill=True))
     usage = handoff_pb2.PromptUsage()
     usage.peer_seconds.FromMilliseconds(1)
+    # As for a loan that this worker did not need any more, or had no room for.
+    report_loan(placement.progress, usage)
+    assert chosen.caches.match(range(1, 101))[cache] == 100
+    usage.peer_has_none = True
     report_loan(placement.progress, usage)
     assert chosen.caches.match(range(1, 101)).get(cache, 0) == 0
 

@@ -7,7 +7,7 @@ import grpc
 import pytest
 from grpc import aio
 from support.cluster.in_process import DECODE, PREFILL, bench, simulated
-from support.servers.broken_worker import LANES, LONG, PATIENT, beside, tokens
+from support.servers.broken_worker import LANES, LONG, PATIENT, beside, router_for, tokens
 from support.servers.tampering import SILENCE, Reply, tampered
 
 from baton.engine.v1 import decode_pb2
@@ -57,7 +57,7 @@ async def test_the_limits_of_a_request_hold_whatever_the_worker_sends(
 ) -> None:
     workers = [] if len(roles) > 1 else [PREFILL]
     async with (
-        bench(*workers, router=PATIENT) as running,
+        bench(*workers, router=router_for("silence" if broken is no_end else "")) as running,
         tampered(running, simulated("broken", *roles), multiplexed=multiplexed) as worker,
     ):
         worker.changes["Decode"] = broken

@@ -58,6 +58,18 @@ async def test_what_is_lent_and_cached_elsewhere_gives_the_same_ids(engine: Engi
     assert borrowed.finished.cached_tokens == 3 * BLOCK_TOKENS
 
 
+async def test_lent_blocks_are_counted_as_held_each_once(engine: Engine) -> None:
+    await collect(engine.decode(PROMPT, greedy(2)))
+    lent, again = await _lend(engine), await _lend(engine, NAMES[:2])
+    assert lent is not None
+    assert again is not None
+    assert engine.load().blocks_held == engine.load().blocks_used == 3
+    await lent.release()
+    assert engine.load().blocks_held == engine.load().blocks_used == 2
+    await again.release()
+    assert engine.load().blocks_held == 0
+
+
 async def test_of_a_reservation_only_what_has_its_kv_is_cached(engine: Engine, decoder: Engine) -> None:
     expected = (await collect(engine.decode(PROMPT, greedy(9)))).ids
     lent = await _lend(engine, NAMES[:2])

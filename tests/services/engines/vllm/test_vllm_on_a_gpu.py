@@ -12,7 +12,7 @@ from support.engines.engine_calls import collect, disaggregated, greedy
 from support.eventually import eventually
 
 from baton.errors import EngineFailed
-from runtime.gpus import visible_gpus
+from runtime.machine import visible_gpus
 from services.engines.base import Engine
 from services.engines.context import EngineContext
 from services.engines.prompt import Prompt

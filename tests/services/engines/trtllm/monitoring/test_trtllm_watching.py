@@ -26,7 +26,7 @@ from baton.calls import unary
 from baton.errors import EngineFailed, Overloaded
 from baton.inference.v1 import generate_pb2
 from rpc.channels import open_channel
-from runtime.daemon_call import daemon_call
+from runtime.threads import daemon_call
 from services.config import WorkerConfig
 from services.engines.base import Engine
 from services.engines.context import EngineContext

@@ -1,1 +1,0 @@
-"""`baton traces` shows traces on a page; `baton trace` checks one."""
