@@ -20,8 +20,8 @@ from baton_http2.server.server import Http2Server
 from discovery.etcd.config import EtcdConfig
 from discovery.etcd.methods import GRANT, KEEP_ALIVE, PUT, RANGE, REVOKE, TXN, WATCH
 from discovery.etcd.registry import EtcdRegistry
-from discovery.keys import WorkerKeys
 from discovery.record import WorkerRecord
+from discovery.registry import WorkerKeys
 from simulation.loop import Node
 from simulation.registry import NAME, TTL_SECONDS
 
