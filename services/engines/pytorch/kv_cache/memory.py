@@ -84,8 +84,8 @@ class HostMemory(BlockMemory):
 
     def clear_all_but(self, blocks: Collection[int]) -> None:
         """Zeroes all other blocks, and frees their memory."""
-        for run in runs([block for block in range(self._num_blocks) if block not in blocks]):
-            start, end = run.first * self._block_bytes, (run.first + run.count) * self._block_bytes
+        for block, count in runs([block for block in range(self._num_blocks) if block not in blocks]):
+            start, end = block * self._block_bytes, (block + count) * self._block_bytes
             # Whole pages are freed; the rest of a page is another block's.
             first, last = -(-start // mmap.PAGESIZE) * mmap.PAGESIZE, end // mmap.PAGESIZE * mmap.PAGESIZE
             if first < last:
