@@ -51,7 +51,9 @@ class TokenMeter:
         self._stats = stats
         self._timings = timings
         self._latencies = latencies
-        self._shared: _SharedLatencies | None = None  # of the running call, once all that a token needs is counted there
+        self._shared: _SharedLatencies | None = (
+            None  # of the running call, once all that a token needs is counted there
+        )
         self._steps: StepCounter | None = None  # while it counts the tokens that are pushed
         self._token_ids = token_ids
         self._timer: DecodeTimer | None = None  # of the running decode call
