@@ -18,14 +18,13 @@ from rpc.auth.access import AuthConfig
 
 MESSAGES: Any = [{"role": "user", "content": "hello"}]
 KEYS = [("ann", "client"), ("bob", "client"), ("cook", "worker")]
-CALLED: Any = {
-    "role": "assistant",
-    "tool_calls": [{"id": "a", "type": "function", "function": {"name": "a b", "arguments": "{}"}}],
-}
 TOOL: Any = {
     "type": "function",
     "function": {"name": "weather", "description": "The weather", "parameters": {"type": "object", "properties": {}}},
 }
+
+CALL: Any = {"id": "a", "type": "function", "function": {"name": "a b", "arguments": "{}"}}
+CALLING: Any = {"role": "assistant", "tool_calls": [CALL]}
 
 
 def key_client(address: str, key: str) -> openai.AsyncOpenAI:
@@ -41,7 +40,7 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("store", {"store": True}, "store"),
     ("the name of a tool", {"tools": [{**TOOL, "function": {"name": "a b"}}]}, "tools[0].function.name"),
     ("a tool that is given twice", {"tools": [TOOL, TOOL]}, "tools[1].function.name"),
-    ("a call's name", {"messages": [CALLED]}, "messages[0].tool_calls[0].function.name"),
+    ("a call's name", {"messages": [CALLING]}, "messages[0].tool_calls[0].function.name"),
     ("unknown field", {"extra_body": {"frequncy": 1}}, "frequncy"),
     ("unknown field, guided", {"extra_body": {"guided_choice": ["a"]}}, "guided_choice"),
     ("top_logprobs alone", {"top_logprobs": 3}, "top_logprobs"),
