@@ -11,7 +11,7 @@ from router.context import RequestContext
 from router.decoding.failover import LEASE_LOST, Failover
 from router.decoding.reading import DecodeReading
 from router.decoding.state import ExecutionState, Executor, HeldHandoff
-from router.moving.yielded import Yielded
+from router.moving.decodes import Yielded
 from router.multimodal.prompt import MultimodalPrompt
 from router.resume.record import resumption, stream_keep
 from router.routing.latency import DecodeTimer
@@ -20,11 +20,10 @@ from router.stream.writer import StreamWriter
 from router.telemetry import metrics
 from router.text.completion import Completion, Finish
 from router.workers.calls import RETRYABLE
-from router.workers.destinations import DestinationLost, allocates_first
+from router.workers.destinations import DestinationLost, allocates_first, report_loan
 from router.workers.handle import WorkerHandle
 from router.workers.loras import named
 from router.workers.prefetches import Prefetch
-from router.workers.prefix_sources import report_loan
 from router.workers.replies import check_handoff
 from router.workers.spans import set_routing_attributes
 

@@ -21,12 +21,10 @@ from router.context import RequestContext
 from router.decoding.state import Executor
 from router.execution import execute
 from router.multimodal.encode import LoadedMedia
-from router.multimodal.processor import MultimodalProcessor
-from router.multimodal.prompt import MultimodalPrompt
+from router.multimodal.prompt import MultimodalProcessor, MultimodalPrompt
 from router.resume.execution import completion_of, resume
 from router.running import RunningRequests
-from router.sessions.contract import prompt_cache
-from router.sessions.marks import retained_tokens
+from router.sessions import prompt_cache, retained_tokens
 from router.stream.reply import Pace, end_reply
 from router.stream.writer import StreamWriter
 from router.telemetry.spans import set_request_attributes

@@ -5,10 +5,10 @@
     shapes         the larger by the smaller work in every 10 s of two backlogged tenants, long prompts and long answers
     late           what a tenant that comes later gets, of the early one's work (`--seconds`: how much later)
     throughput     the work of `admission.fairness` weighted by that of none, in turns
-    quota          a quota of eight routers, under a demand that moves between them
+    quota          quotas of eight routers, under demands of 3 and 0.9 times as much that move between them
     killed         the same while a router is killed every 20 s
 
-    python -m benchmarks.fairness light shapes late throughput quota killed [--seconds 60] [--load 3]
+    python -m benchmarks.fairness light shapes late throughput quota killed [--seconds 60]
 
 Routers, workers (the simulated engine) and clients are processes. Work is that of the queue: prompt tokens and four
 times the answer's, counted as the client gets them. The exit code is 1 if a bar is missed.
@@ -28,8 +28,8 @@ from router.config import Fairness
 # A place gets free every 0.02 s: 55 requests a second of 2,000 and 10 tokens (medians).
 _QUICK = Engines(places=19, step_seconds=0.02)
 _LIGHT_RATE = 3.8  # requests a second: 7 % of what the places serve
-_SLOW = Engines(step_seconds=0.048)
-_TURNS, _TURN_SECONDS, _BEGIN_SECONDS = 3, 20.0, 4.0
+_SLOW = Engines(places=8, step_seconds=0.048)  # for a run of minutes beside other work: 3.5 requests a second
+_TURNS, _TURN_SECONDS, _BEGIN_SECONDS = 3, 16.0, 4.0
 
 
 async def measure_light(bars: Bars, seconds: float, fairness: Fairness) -> None:
@@ -53,7 +53,7 @@ async def measure_shapes(bars: Bars, seconds: float, fairness: Fairness) -> None
 
 
 async def measure_late(bars: Bars, seconds: float, fairness: Fairness) -> None:
-    tenants = {"early": Load(8.4), "late": Load(8.4, begins=seconds)}
+    tenants = {"early": Load(4.2), "late": Load(4.2, begins=seconds)}
     async with fleet(fairness, _SLOW) as clients:
         got = await clients.run(tenants, seconds + 41)
     check_late(bars, got["early"], got["late"], seconds, fairness, has_bar=fairness == "weighted")
@@ -80,8 +80,8 @@ async def run(options: argparse.Namespace) -> list[str]:
         "shapes": lambda: measure_shapes(bars, seconds, fairness),
         "late": lambda: measure_late(bars, seconds, fairness),
         "throughput": lambda: measure_throughput(bars),
-        "quota": lambda: measure_quota(bars, seconds, options.load, kills=False),
-        "killed": lambda: measure_quota(bars, seconds, options.load, kills=True),
+        "quota": lambda: measure_quota(bars, seconds, kills=False),
+        "killed": lambda: measure_quota(bars, seconds, kills=True),
     }
     for name in options.what or measurements:
         await measurements[name]()
@@ -95,7 +95,6 @@ def main() -> None:
     )
     parser.add_argument("what", nargs="*", metavar="NAME", help="of those above; all if none is given")
     parser.add_argument("--seconds", type=float, default=60.0, help="of each measurement")
-    parser.add_argument("--load", type=float, default=3.0, help="the demand for the quota, times the quota")
     parser.add_argument("--fairness", choices=("weighted", "strict", "none"), default="weighted")
     missed = asyncio.run(run(parser.parse_args()))
     sys.exit(bool(missed))

@@ -25,9 +25,9 @@ from benchmarks.processes import child, received
 from router.config import AdmissionConfig, QuotaConfig, QuotasConfig
 from rpc.channels import open_channel
 
-# The rate of a machine with two cores: three times as many requests come.
-QUOTA = Quota(tokens_per_second=6000.0, requests_per_second=33.0, burst_seconds=1.0, prompt=200)
-TENANT = "acme"
+# That of each tenant, and its demand, in quotas: what a machine with two cores can carry.
+QUOTA = Quota(tokens_per_second=2000.0, requests_per_second=40.0, burst_seconds=1.0, prompt=200)
+LOADS = {"greedy": 3.0, "modest": 0.9}
 _ENGINES = Engines(prefills=1, step_seconds=0.0, prefill_tokens_per_second=0.0)
 _APART_SECONDS, _DOWN_SECONDS = 20.0, 6.0
 _WARM_SECONDS = 10.0  # a home begins with an empty bucket
@@ -41,12 +41,12 @@ class _Router:
 
 @dataclass
 class EightRouters:
-    """The fleet, and what its tenant got."""
+    """The fleet, and what its tenants got."""
 
     stack: AsyncExitStack
     folder: Path
     live: dict[str, _Router] = field(default_factory=dict)
-    uses: Uses = field(default_factory=Uses)
+    uses: dict[str, Uses] = field(default_factory=lambda: {tenant: Uses() for tenant in LOADS})
     killed: int = 0
 
     async def start(self, name: str) -> None:
@@ -56,7 +56,7 @@ class EightRouters:
             requests_per_second=QUOTA.requests_per_second,
             burst_seconds=QUOTA.burst_seconds,
         )
-        config = router_config(self.folder, AdmissionConfig(), QuotasConfig(tenants={TENANT: quota}))
+        config = router_config(self.folder, AdmissionConfig(), QuotasConfig(tenants=dict.fromkeys(LOADS, quota)))
         pipe, pid = await self.stack.enter_async_context(child(run_router, config, 2))
         channel = await self.stack.enter_async_context(open_channel(await received(pipe)))
         self.live[name] = _Router(pid, inference_service_pb2_grpc.InferenceServiceStub(channel))
@@ -71,49 +71,52 @@ class EightRouters:
             await asyncio.sleep(_DOWN_SECONDS)
             await self.start(name)
 
-    async def send(self, load: float, seconds: float, began: float) -> None:
-        """Sends the demand of a time."""
-        demand, due = Demand(QUOTA, load), time.monotonic()
+    async def send(self, seconds: float, began: float) -> None:
+        """Sends the demand of all tenants for some time."""
+        await asyncio.gather(*(self._send(tenant, seconds, began) for tenant in LOADS))
+
+    async def _send(self, tenant: str, seconds: float, began: float) -> None:
+        demand, due = Demand(QUOTA, LOADS[tenant]), time.monotonic()
         ends, tasks = due + seconds, set()
         while due < ends:
             due += demand.spacing
             await asyncio.sleep(max(0.0, due - time.monotonic()))
             name = demand.choose(due - began, sorted(self.live))
-            task = asyncio.create_task(self._ask(self.live[name], began))
+            task = asyncio.create_task(self._ask(self.live[name], tenant, began))
             tasks.add(task)
             task.add_done_callback(tasks.discard)
         await asyncio.gather(*tasks)
 
-    async def _ask(self, router: _Router, began: float) -> None:
+    async def _ask(self, router: _Router, tenant: str, began: float) -> None:
         request = generate_pb2.GenerateRequest(prompt="x" * QUOTA.prompt, stopping={"max_tokens": 1})
         asked = generate_pb2.GenerateUnaryRequest(request=request)
-        sent = time.monotonic()
+        uses, sent = self.uses[tenant], time.monotonic()
         try:
-            await router.stub.GenerateUnary(asked, timeout=10, metadata=((TENANT_KEY, TENANT),))
-            self.uses.passed.append((sent - began, time.monotonic() - began))
+            await router.stub.GenerateUnary(asked, timeout=10, metadata=((TENANT_KEY, tenant),))
+            uses.passed.append((sent - began, time.monotonic() - began))
         except aio.AioRpcError as error:
             if error.code() == grpc.StatusCode.RESOURCE_EXHAUSTED:
-                self.uses.refused += 1
+                uses.refused += 1
             else:
-                self.uses.failed += 1
+                uses.failed += 1
 
 
-async def measure_quota(bars: Bars, seconds: float, load: float, *, kills: bool) -> None:
-    """One run."""
+async def measure_quota(bars: Bars, seconds: float, *, kills: bool) -> None:
+    """One run, with the demands of all tenants at the same time."""
     async with AsyncExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         workers, _ = await stack.enter_async_context(child(run_workers, folder, _ENGINES))
         await received(workers)
         fleet = EightRouters(stack, folder)
-        for number in range(ROUTERS):
-            await fleet.start(f"r{number}")
+        await asyncio.gather(*(fleet.start(f"r{number}") for number in range(ROUTERS)))
         began = time.monotonic()
-        await fleet.send(load, _WARM_SECONDS, began)
+        await fleet.send(_WARM_SECONDS, began)
         killing = [asyncio.create_task(fleet.kill_in_turn())] if kills else []
-        await fleet.send(load, seconds, began)
+        await fleet.send(seconds, began)
         for task in killing:
             task.cancel()
         await asyncio.gather(*killing, return_exceptions=True)
         print(f"{ROUTERS} routers as processes, {seconds:.0f} s, {fleet.killed} times a router was killed", flush=True)
         name = "killed" if kills else "moving demand"
-        check_quota(bars, QUOTA, fleet.uses, load, (_WARM_SECONDS, _WARM_SECONDS + seconds), name)
+        for tenant, load in LOADS.items():
+            check_quota(bars, QUOTA, fleet.uses[tenant], (load, _WARM_SECONDS, _WARM_SECONDS + seconds), name)

@@ -84,9 +84,11 @@ def _surely(passed: Sequence[tuple[float, float]], units: float, rate: float, bu
     return most
 
 
-def check_quota(bars: Bars, quota: Quota, uses: Uses, load: float, times: tuple[float, float], name: str) -> None:
-    """The windows and the sum of a run, from `times[0]` to `times[1]`."""
-    begin, end = times
+def check_quota(
+    bars: Bars, quota: Quota, uses: Uses, demand: tuple[float, float, float], name: str, least: float = 0.98
+) -> None:
+    """The windows and the sum of a run. `demand` are its size in quotas, its begin and its end."""
+    load, begin, end = demand
     name = f"{name}, demand {load:g} x"
     print(f"{name}: {len(uses.passed)} passed, {uses.refused} refused, {uses.failed} failed with their router")
     for what, units, rate in (
@@ -97,4 +99,4 @@ def check_quota(bars: Bars, quota: Quota, uses: Uses, load: float, times: tuple[
         print(f"{name}: {what}, by when answers came, as clients saw it: {shown:.3f} of QW + B in the worst window")
         bars.check(f"{name}: {what} of QW + B that surely passed in one window", surely, most=1.0)
     due = min(1.0, load) * quota.binding_rate * (end - begin)
-    bars.check(f"{name}: part of min(Q, demand)", uses.within(begin, end) / due, least=0.98)
+    bars.check(f"{name}: part of min(Q, demand)", uses.within(begin, end) / due, least=least)

@@ -16,7 +16,7 @@ from baton.inference.v1 import generate_pb2
 from router.config import LimitsConfig
 from router.text import media_validation as media
 from router.text.chat_template import LONGEST_SECONDS, ImagePart, Turn
-from router.text.json_values import TOO_LARGE, NotFinite, load_json
+from router.text.json_values import WrongValue, load_json
 from router.text.served_model import ServedModel
 from router.text.tokenizer import Tokenizer
 from rpc.violations import Violations
@@ -125,9 +125,12 @@ def check_chat(chat: generate_pb2.ChatInput, model: ServedModel, violations: Vio
         length += _check_message(f"chat.messages[{index}]", message, violations)
         if violations.is_full:
             return
+    places: dict[str, int] = {}
     for index, tool in enumerate(chat.tools):
         length += len(tool.description) + len(tool.parameters)
         violations.require(bool(_NAME.fullmatch(tool.name)), f"chat.tools[{index}].name", _NAME_RULE)
+        first = places.setdefault(tool.name, index)
+        violations.require(first == index, f"chat.tools[{index}].name", f"is that of tool {first}, too")
         if tool.parameters:
             _check_object(f"chat.tools[{index}].parameters", tool.parameters, violations)
     _check_length("chat.messages", length, model, violations)
@@ -184,8 +187,8 @@ def _check_object(path: str, text: str, violations: Violations) -> None:
     """Notes a text that is not a JSON object, or has a number that is none."""
     try:
         is_object = isinstance(load_json(text), dict)
-    except NotFinite as error:
-        violations.add(f"{path}.{error.path}", TOO_LARGE)
+    except WrongValue as error:
+        violations.add(f"{path}.{error.path}", error.problem)
         return
     except UnicodeError:
         violations.add(path, "has half of a surrogate pair")

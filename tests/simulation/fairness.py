@@ -6,7 +6,7 @@
     throughput  the work of `weighted` by that of `none`, of the same requests
     places      requests at several routers in one moment, before a worker with a few places
     quota       a quota of eight routers under a demand that moves between them, three times and 0.9 times as much
-    killed      the same, while a router is killed every 20 s
+    killed      the same, while a router is killed every 20 s, each fourth time the home of a quota
     away        the same, while the home of the quota cannot be reached by one router, or by none
 
 The routers, the workers and their calls are the product's; time, network and registry are the world's. The exit code is
@@ -43,6 +43,7 @@ from benchmarks.fairness.loads import (
     total,
 )
 from benchmarks.fairness.quotas import ROUTERS, Demand, Quota, Uses, check_quota
+from router.admission.ledger import THIS_ROUTER
 from router.config import AdmissionConfig, Fairness, ProbeConfig, QuotaConfig, QuotasConfig, RouterConfig
 from router.server import host_router
 from services.config import WorkerConfig
@@ -58,7 +59,8 @@ from simulation.world import World
 
 _HOME_SECONDS = 3.0  # until a home lends more than it is told of
 _TENANT = "acme"
-QUOTA = Quota(tokens_per_second=6000.0, requests_per_second=33.0, burst_seconds=1.0, prompt=200)
+QUOTA = Quota(tokens_per_second=4000.0, requests_per_second=80.0, burst_seconds=1.0, prompt=200)  # of each tenant
+_LOADS = {"greedy": 3.0, "modest": 0.9}  # their demand, in quotas
 _APART_SECONDS, _DOWN_SECONDS = 20.0, 6.0
 _WARM_SECONDS = 10.0
 
@@ -104,7 +106,7 @@ class FairWorld(World):
                 requests_per_second=wanted.requests_per_second,
                 burst_seconds=wanted.burst_seconds,
             )
-            quotas = QuotasConfig(tenants={_TENANT: quota})
+            quotas = QuotasConfig(tenants=dict.fromkeys(_LOADS, quota))
         config = RouterConfig(
             router_id=node.name,
             listen=f"{node.ip}:7070",
@@ -228,8 +230,8 @@ def measure_shapes(bars: Bars, options: argparse.Namespace) -> None:
 
 def measure_late(bars: Bars, options: argparse.Namespace) -> None:
     begins = options.seconds or 300.0
-    tenants = {"early": Load(17.0, answer=10), "late": Load(17.0, answer=10, begins=begins)}
-    got = in_world(Setting(), partial(FairWorld.send, loads=tenants, seconds=begins + 41))
+    tenants = {"early": Load(8.5, answer=10), "late": Load(8.5, answer=10, begins=begins)}
+    got = in_world(Setting(places=8), partial(FairWorld.send, loads=tenants, seconds=begins + 41))
     check_late(bars, got["early"], got["late"], begins, "weighted", has_bar=True)
 
 
@@ -263,36 +265,39 @@ async def _at_once(world: FairWorld) -> tuple[int, float, list[str]]:
 
 
 def measure_places(bars: Bars, options: argparse.Namespace) -> None:
-    del options
     for routers in (2, 8):
-        for seed in range(3):
-            setting = Setting(routers=routers, prefills=2, places=8, step_seconds=0.05)
-            most, used, codes = in_world(setting, _at_once, seed)
-            name = f"{routers} routers, 200 requests in one moment, seed {seed}"
-            print(f"{name}: {codes.count('OK')} answers; {used:.3f} of the places were in use while many waited")
-            bars.check(f"{name}: requests at a worker of 8 places", most, most=8)
+        setting = Setting(routers=routers, prefills=2, places=8, step_seconds=0.05)
+        most, used, codes = in_world(setting, _at_once, options.seed)
+        name = f"{routers} routers, 200 requests in one moment"
+        print(f"{name}: {codes.count('OK')} answers; {used:.3f} of the places were in use while many waited")
+        bars.check(f"{name}: requests at a worker of 8 places", most, most=8)
 
 
 # Quotas.
 
 
-async def _demand(world: FairWorld, quota: Quota, load: float, seconds: float, what: str) -> Uses:
-    uses, began, down = Uses(), Time.now, set[str]()
-    demand, due, names = Demand(quota, load, world.plan.seed), Time.now, world.plan.fleet.router_names
+async def _demands(world: FairWorld, seconds: float, what: str) -> dict[str, Uses]:
+    uses, down = {tenant: Uses() for tenant in _LOADS}, set[str]()
     disturbing = asyncio.ensure_future(_disturb(world, what, down))
-    while due < began + _WARM_SECONDS + seconds:
-        due += demand.spacing
-        await asyncio.sleep(max(0.0, due - Time.now))
-        name = demand.choose(Time.now - began, [one for one in names if one not in down])
-        asyncio.ensure_future(_use(world, name, quota, uses, began))  # noqa: RUF006  # the loop's graveyard keeps it
+    await asyncio.gather(*(_demand(world, tenant, seconds, down, uses[tenant]) for tenant in _LOADS))
     disturbing.cancel()
     await asyncio.sleep(2.0)
     return uses
 
 
-async def _use(world: FairWorld, router: str, quota: Quota, uses: Uses, began: float) -> None:
+async def _demand(world: FairWorld, tenant: str, seconds: float, down: set[str], uses: Uses) -> None:
+    began = due = Time.now
+    demand, names = Demand(QUOTA, _LOADS[tenant], world.plan.seed), world.plan.fleet.router_names
+    while due < began + _WARM_SECONDS + seconds:
+        due += demand.spacing
+        await asyncio.sleep(max(0.0, due - Time.now))
+        name = demand.choose(Time.now - began, [one for one in names if one not in down])
+        world.nodes[CLIENTS[0]].spawn(_use(world, name, tenant, uses, began))
+
+
+async def _use(world: FairWorld, router: str, tenant: str, uses: Uses, began: float) -> None:
     sent, answered = Time.now, list[float]()
-    code = await world.ask(router, _TENANT, Sent(0.0, quota.prompt, 1), lambda _: answered.append(Time.now))
+    code = await world.ask(router, tenant, Sent(0.0, QUOTA.prompt, 1), lambda _: answered.append(Time.now))
     if answered:
         uses.passed.append((sent - began, answered[0] - began))
     elif code == "RESOURCE_EXHAUSTED":
@@ -301,14 +306,21 @@ async def _use(world: FairWorld, router: str, quota: Quota, uses: Uses, began: f
         uses.failed += 1
 
 
+def _home(world: FairWorld, tenant: str) -> str:
+    """The router that has a tenant's quota."""
+    peers = {name: world.hosts[name].path.peers for name in world.plan.fleet.router_names}
+    return next(name for name, one in peers.items() if one.home(tenant) == THIS_ROUTER)
+
+
 async def _disturb(world: FairWorld, what: str, down: set[str]) -> None:
-    """Kills a router after another, or cuts one off from another and from all."""
+    """Kills a router after another, each fourth time the home of a quota, or cuts them off from one or from all."""
     names = world.plan.fleet.router_names
     await asyncio.sleep(_WARM_SECONDS)
     number = 0
     while what:
         await asyncio.sleep(_APART_SECONDS - _DOWN_SECONDS)
-        name, others = names[number % len(names)], [one for one in names if one != names[number % len(names)]]
+        name = names[number % len(names)] if number % 4 != 1 else _home(world, "modest")
+        others = [one for one in names if one != name]
         if what == "killed":
             down.add(name)
             world.kill(name, silently=False)
@@ -325,12 +337,14 @@ async def _disturb(world: FairWorld, what: str, down: set[str]) -> None:
 
 
 def measure_quota(bars: Bars, options: argparse.Namespace, what: str = "") -> None:
-    seconds = options.seconds or 160.0
-    for load in (3.0, 0.9):
-        body = partial(_demand, quota=QUOTA, load=load, seconds=seconds, what=what)
-        setting = Setting(routers=ROUTERS, prefills=1, quota=QUOTA, fairness="none")
-        uses = in_world(setting, body, options.seed)
-        check_quota(bars, QUOTA, uses, load, (_WARM_SECONDS, _WARM_SECONDS + seconds), what or "moving demand")
+    seconds = options.seconds or 140.0
+    setting = Setting(routers=ROUTERS, prefills=1, quota=QUOTA, fairness="none")
+    uses = in_world(setting, partial(_demands, seconds=seconds, what=what), options.seed)
+    for tenant, load in _LOADS.items():
+        demand = (load, _WARM_SECONDS, _WARM_SECONDS + seconds)
+        # A router that is cut off has its part alone.
+        least = 0.5 if what == "away" else 0.98
+        check_quota(bars, QUOTA, uses[tenant], demand, what or "moving demand", least)
 
 
 MEASUREMENTS: dict[str, Callable[[Bars, argparse.Namespace], None]] = {
@@ -353,7 +367,7 @@ def main() -> None:
     )
     parser.add_argument("what", nargs="*", choices=[[], *MEASUREMENTS], metavar="NAME", help="all if none is given")
     parser.add_argument("--seconds", type=float, default=0.0, help="virtual ones; else as many as the bars need")
-    parser.add_argument("--seed", type=int, default=1, help="of the world of a quota")
+    parser.add_argument("--seed", type=int, default=1, help="of the world of a quota or of places")
     options, bars = parser.parse_args(), Bars()
     for name in options.what or MEASUREMENTS:
         MEASUREMENTS[name](bars, options)

@@ -12,9 +12,7 @@ from typing import Any
 import structlog
 from tokenizers import Tokenizer
 
-from router.text.encoding.added_tokens import AddedTokens
-from router.text.encoding.bounded_cache import BoundedCache
-from router.text.encoding.pieces import SPARE_TOKENS, Pieces, pieces_of
+from router.text.encoding.pieces import SPARE_TOKENS, AddedTokens, BoundedCache, Pieces, pieces_of
 
 _MOST_SEGMENT_BYTES = 16 * 2**20
 _SEGMENT_OVERHEAD = 300  # of an array and a place in a dict
