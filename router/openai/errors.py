@@ -131,7 +131,7 @@ class TurnPlace(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class FieldNames:
-    """What a body calls fields of GenerateRequest, for errors.
+    """The names that a body has for fields of GenerateRequest, for errors.
 
     `guided` is its grammar, and `function` comes between a tool, or a call, and its name. If its conversation is no
     `messages`, `items` are the places of the turns after the first `before` ones.
