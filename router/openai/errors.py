@@ -102,7 +102,7 @@ _GUIDED = re.compile(r"^guided\.(json_schema|regex|grammar|choice(\.texts)?|stru
 _TAG = re.compile(r"\.tags(\[\d+\])?(\.json_schema)?")
 
 
-class HttpRefusal(BatonError):
+class HttpRefusal(Unsupported):
     """A request that HTTP refuses before it becomes a request to a model: no such path, or a body that is too large."""
 
     reason = "INVALID_HTTP_REQUEST"

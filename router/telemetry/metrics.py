@@ -194,7 +194,7 @@ def _begin_at_zero() -> None:
     """Creates the series at zero, since a series that begins at one shows no increase."""
     for stage in roles():
         RETRIES.labels(stage)
-    for faulty in (*roles(), "kv_events", "loras"):
+    for faulty in (*roles(), "kv_events", "loras", "attach"):
         WORKER_FAULTS.labels(faulty)
     for stage in ("prefill", "decode"):
         MIGRATIONS.labels(stage)
