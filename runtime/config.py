@@ -1,6 +1,6 @@
 """Configuration: one YAML file, environment variables and `key=value` overrides, in a typed, frozen model.
 
-Unknown keys are refused. command_line.py reads a process's, and shows all settings in its --help.
+Unknown keys are refused. settings.py reads a process's, and shows all settings in its --help.
 """
 
 import difflib
