@@ -12,8 +12,8 @@ from baton.connection.credentials import PRIORITY_KEY, TENANT_KEY
 from baton.errors import DeadlineExceeded, InvalidRequest, PermissionDenied, RequestExists, RequestNotFound
 from baton.inference.v1 import generate_pb2
 from engine_protocol.fault_injection import FAULT_KEY, Fault, RouterPoint, parse
-from router.admission.claimed import OTHERS, ClaimedNames
 from router.cancellation import Cancellation
+from router.claimed_names import OTHERS, ClaimedNames
 from router.config import LimitsConfig
 from router.recording.notes import AnswerNotes
 from router.resume.handle import Handle, answer_call_id

@@ -5,10 +5,10 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, replace
 
 from media.loader import MediaLoader
-from router.admission.claimed import ClaimedNames
 from router.admission.controller import AdmissionController
 from router.admission.peers import ALONE
 from router.admission.quotas import Quotas
+from router.claimed_names import ClaimedNames
 from router.config import RouterConfig
 from router.context import ContextFactory
 from router.decoding.state import Executor

@@ -6,7 +6,6 @@ ledger.py      the buckets of the tenants whose home is this router
 queue.py       the requests of each model that run or wait
 fair_queue.py  the order of those that wait: fair to tenants, or by priority
 lanes.py       the tenants of that order, and their waiting requests
-claimed.py     the names that callers give themselves, of which a bounded number have accounts
 places.py      the places on workers, which all routers share
 peers.py       the other routers, as admission control sees them
 predictor.py   how long a request would take

@@ -12,8 +12,8 @@ import itertools
 from collections import OrderedDict, deque
 from collections.abc import Iterable, Iterator, Mapping
 
-from router.admission.claimed import OTHERS
 from router.admission.lanes import Lane, Tenant, Ticket
+from router.claimed_names import OTHERS
 from router.config import Fairness
 from router.routing.latency import Clock
 from runtime.clock import monotonic

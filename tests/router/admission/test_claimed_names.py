@@ -14,8 +14,8 @@ from support.eventually import eventually
 from baton.connection.credentials import TENANT_KEY
 from baton.inference.v1 import cluster_service_pb2, cluster_service_pb2_grpc, generate_pb2, inference_service_pb2_grpc
 from discovery.memory import MemoryRegistry
-from router.admission.claimed import IDLE_SECONDS, OTHERS, ClaimedNames
 from router.admission.fair_queue import FairQueue
+from router.claimed_names import IDLE_SECONDS, OTHERS, ClaimedNames
 from router.config import AdmissionConfig, QuotaConfig, QuotasConfig, RouterConfig
 from router.server import Router, host_router
 from rpc.channels import open_channel
