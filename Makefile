@@ -26,6 +26,7 @@ UP := $(if $(MODE),--mode $(MODE)) $(if $(ENCODE),--encode $(ENCODE)) $(if $(PRE
 # What `make test` runs: `make test TESTS="tests/devtools -k doctor"`.
 TESTS ?= tests
 JOBS ?= 2
+AT_ONCE = -n $(JOBS) --dist worksteal
 # Which implementation of gRPC's server they run on: grpcio or http2; empty is the default.
 SERVER ?=
 
@@ -143,11 +144,11 @@ doctor: $(STUBS) ## Diagnose this installation
 	@$(BIN)/baton doctor
 
 test: $(STUBS) ## Run the tests (TESTS= selects, ALL=1 adds slow ones, JOBS= sets how many run at once, SERVER=grpcio uses grpcio's server)
-	@BATON_TEST_SERVER=$(SERVER) $(BIN)/python -m pytest -n $(JOBS) --dist worksteal $(STUCK) $(RERUNS) $(MARKS) $(TESTS) $(if $(filter tests,$(TESTS)),--ignore tests/faults --ignore tests/containers)
+	@BATON_TEST_SERVER=$(SERVER) $(BIN)/python -m pytest $(AT_ONCE) $(STUCK) $(RERUNS) $(MARKS) $(TESTS) $(if $(filter tests,$(TESTS)),--ignore tests/faults --ignore tests/containers)
 	@$(if $(ALL),,$(if $(filter tests,$(TESTS)),$(MAKE) --no-print-directory faults SAMPLE=1))
 
 faults: $(STUBS) ## Inject faults at every step of requests (SAMPLE=1: a few minutes of it)
-	@BATON_FAULTS=$(if $(SAMPLE),sample,full) $(BIN)/python -m pytest -s -n 0 $(if $(SAMPLE),-m 'not slow and not requires_trtllm and not requires_vllm') tests/faults
+	@BATON_FAULTS=$(if $(SAMPLE),sample,full) $(BIN)/python -m pytest $(if $(SAMPLE),$(AT_ONCE) -rP -m 'not slow and not requires_trtllm and not requires_vllm',-s -n 0) tests/faults
 
 gpu: $(STUBS) ## On a machine with an NVIDIA GPU: the suites that compute run on it, then the benchmarks
 	@BATON_TEST_DEVICE=cuda BATON_FAULTS=full $(BIN)/python -m pytest -n 0 $(STUCK) $(ON_A_GPU)
@@ -243,7 +244,9 @@ lint: $(STUBS) ## Check style, types, import directions and protos
 	@$(BIN)/lint-imports
 	@tools/buf/check.sh
 
-check: lint test test-grpcio ## Everything that CI runs
+check: $(STUBS) ## Everything that CI runs; the lint, of which most is one process, beside the tests on grpcio's server
+	@$(MAKE) --no-print-directory --jobs 2 lint test-grpcio JOBS=1
+	@$(MAKE) --no-print-directory test
 
 test-grpcio: $(STUBS) ## Run the tests of rpc on grpcio's server, too
 	@$(MAKE) --no-print-directory test TESTS="tests/rpc tests/engine_protocol -m 'not slow'" SERVER=grpcio

@@ -20,10 +20,10 @@ class Latencies(Protocol):
 
 
 class StepCounter:
-    """Counts the tokens of one stream's steps together: of all meters that have had one token in each since they joined.
+    """Counts the tokens of each step of one stream together: of all meters that have joined, which have one in each.
 
-    All of them have the same latency, so that none of them is looked at. `is_complete` says that no other meter counts a
-    token by itself. Times are in seconds of time.monotonic.
+    They have the same latency, so that no meter is looked at. `is_complete` says that no other meter counts a token by
+    itself. Times are in seconds of time.monotonic.
     """
 
     def __init__(self) -> None:

@@ -86,7 +86,7 @@ _BUILT_IN = (
         "services.diffuse:open_service",
         completes=True,
         client_service="baton.inference.v1.ImageService",
-        router="router.drawing.service:service",
+        router="router.drawing.pipeline:service",
     ),
 )
 

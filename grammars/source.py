@@ -2,10 +2,11 @@
 
 import json
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 
 from llguidance import LLMatcher, LLParserLimits
-from llguidance.gbnf_to_lark import GbnfToLarkError, any_to_lark
+from llguidance.gbnf_to_lark import any_to_lark
 
 from baton.errors import InvalidRequest
 from grammars.guide import Guide, GuideKind, Tag, json_text
@@ -104,7 +105,7 @@ def _schema_source(text: str, path: str) -> str:
 def _lark(guide: Guide, special_id: SpecialId) -> str:
     try:
         source = any_to_lark(guide.text)
-    except (GbnfToLarkError, ValueError, IndexError, RecursionError) as error:
+    except Exception as error:  # as it raises for a rule that is missing, or is there twice
         raise InvalidRequest.of(guide.field, f"is not a grammar in GBNF: {error}") from None
     return _LARK_NAMES.sub(lambda found: _by_id(found, special_id), source)
 
@@ -175,9 +176,26 @@ _LONGEST_ERROR = 500
 
 def check_guide(guide: Guide) -> None:
     """Raises InvalidRequest naming the field, and in a schema the keyword. Slow: call it in a thread."""
-    is_wrong, errors = LLMatcher.validate_grammar_with_warnings(grammar_source(guide), None, limits=PARSER_LIMITS)
+    with panics_refused(guide):
+        is_wrong, errors = LLMatcher.validate_grammar_with_warnings(grammar_source(guide), None, limits=PARSER_LIMITS)
     if is_wrong:
         raise refusal(guide, errors[0] if errors else "cannot be compiled")
+
+
+@contextmanager
+def panics_refused(guide: Guide) -> Iterator[None]:
+    """Makes a refusal of a panic of llguidance, in which some wrong schemas end."""
+    try:
+        yield
+    except BaseException as error:
+        if not is_panic(error):
+            raise
+        raise InvalidRequest.of(guide.field, "cannot be compiled") from None
+
+
+def is_panic(error: BaseException) -> bool:
+    """True for a panic of compiled code, whose class is no Exception and cannot be imported."""
+    return type(error).__name__ == "PanicException"
 
 
 def refusal(guide: Guide, error: str) -> InvalidRequest:

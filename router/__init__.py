@@ -10,6 +10,7 @@ answers.py       several answers to one prompt
 validation.py    checks of requests, defaults of sampling
 text_limits.py   limits on the texts of large requests, before they are parsed
 tokenization.py  the RPCs Tokenize and Detokenize
+sessions.py      what requests say of prefix caches: retention, sessions and their ends
 explain.py       ExplainRoute: the candidates of a request and their costs
 cancellation.py  stops a request on all its workers
 request_path.py  what answers requests, by whatever protocol they come
@@ -23,7 +24,6 @@ kserve/      KServe's protocol, for Triton's clients
 openai/      OpenAI's API over HTTP
 moving/      running decodes that go to other workers with their KV
 anthropic/   Anthropic's, beside it
-sessions/    what requests say of prefix caches: retention, sessions and their ends
 stream/      the answer: messages, unary responses, trailing timings
 text/        tokenizer, chat templates, detokenizer, stop strings
 multimodal/  media: validation, encoding, the embedding cache, prompts with media

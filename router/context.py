@@ -3,7 +3,6 @@
 import asyncio
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from types import TracebackType
 from typing import Any
 
 import structlog
@@ -16,8 +15,7 @@ from router.cancellation import Cancellation
 from router.claimed_names import OTHERS, ClaimedNames
 from router.config import LimitsConfig
 from router.recording.notes import AnswerNotes
-from router.resume.handle import Handle, answer_call_id
-from router.resume.keep import Keep, keep_seconds
+from router.resume.handle import Handle, Keep, answer_call_id, keep_seconds
 from router.telemetry.stats import RequestStats
 from router.telemetry.timings import Timings
 from rpc.auth.caller import Caller, current_caller
@@ -298,9 +296,7 @@ class _Listed:
             raise RequestExists(f"a request {self._ctx.request_id!r} is running")
         self._running[self._key] = self._ctx
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *exception: object) -> None:
         if self._running.get(self._key) is self._ctx:
             del self._running[self._key]
         self._ctx.cancellation.close()

@@ -1,19 +1,17 @@
 """A request on its workers: prefill, handoff, decode. Continues on another worker when one fails."""
 
 import asyncio
-from functools import partial
+from functools import cached_property, partial
 
 from baton.engine.v1 import decode_pb2, prompt_pb2
-from baton.errors import (
-    EmbeddingLost,
-)
+from baton.errors import EmbeddingLost
 from baton.inference.v1 import generate_pb2, timing_pb2
 from discovery.record import KEEPS_STREAMS
 from router.context import RequestContext
 from router.decoding.failover import LEASE_LOST, Failover
 from router.decoding.reading import DecodeReading
 from router.decoding.state import ExecutionState, Executor, HeldHandoff
-from router.moving.yielded import Yielded
+from router.moving.decodes import Yielded
 from router.multimodal.prompt import MultimodalPrompt
 from router.resume.record import resumption, stream_keep
 from router.routing.latency import DecodeTimer
@@ -22,11 +20,10 @@ from router.stream.writer import StreamWriter
 from router.telemetry import metrics
 from router.text.completion import Completion, Finish
 from router.workers.calls import RETRYABLE
-from router.workers.destinations import DestinationLost, allocates_first
+from router.workers.destinations import DestinationLost, allocates_first, report_loan
 from router.workers.handle import WorkerHandle
 from router.workers.loras import named
 from router.workers.prefetches import Prefetch
-from router.workers.prefix_sources import report_loan
 from router.workers.replies import check_handoff
 from router.workers.spans import set_routing_attributes
 
@@ -49,9 +46,12 @@ class RequestExecution:
     ) -> None:
         self._state = ExecutionState(executor, ctx, prompt, completion, stream)
         self._reading = DecodeReading(self._state)
-        self._failover = Failover(self._state)
         self._has_started = False
         self._known: generate_pb2.Started | None = None  # of a kept answer: what its client was told
+
+    @cached_property
+    def _failover(self) -> Failover:
+        return Failover(self._state)
 
     async def run(self) -> None:
         """Places the request, then prefill → handoff → decode."""

@@ -21,12 +21,10 @@ from router.context import RequestContext
 from router.decoding.state import Executor
 from router.execution import execute
 from router.multimodal.encode import LoadedMedia
-from router.multimodal.processor import MultimodalProcessor
-from router.multimodal.prompt import MultimodalPrompt
+from router.multimodal.prompt import MultimodalProcessor, MultimodalPrompt
 from router.resume.execution import completion_of, resume
 from router.running import RunningRequests
-from router.sessions.contract import prompt_cache
-from router.sessions.marks import retained_tokens
+from router.sessions import prompt_cache, retained_tokens
 from router.stream.reply import Pace, end_reply
 from router.stream.writer import StreamWriter
 from router.telemetry.spans import set_request_attributes
@@ -37,6 +35,7 @@ from router.text.grammar_check import GrammarCheck
 from router.text.media_validation import media_items
 from router.text.served_model import ServedModel
 from router.workers.cluster import Cluster
+from runtime.threads import in_pieces
 
 _MANY_IDS = 16 * 1024  # copying more takes over a millisecond
 
@@ -195,4 +194,9 @@ async def _aside(is_large: bool, work: Callable[..., Result], *arguments: Any) -
 
 
 def _prompt(token_ids: Sequence[int], cache_salt: str, lora: lora_pb2.LoraAdapter | None) -> prompt_pb2.Prompt:
-    return prompt_pb2.Prompt(token_ids=token_ids, cache_salt=cache_salt, lora=lora)
+    if len(token_ids) <= _MANY_IDS:
+        return prompt_pb2.Prompt(token_ids=token_ids, cache_salt=cache_salt, lora=lora)
+    prompt = prompt_pb2.Prompt(cache_salt=cache_salt, lora=lora)
+    for piece in in_pieces(token_ids):
+        prompt.token_ids.extend(piece)
+    return prompt

@@ -19,19 +19,18 @@ from router.moving.decodes import ReadDecodes
 from router.moving.mover import Mover
 from router.multimodal.cache import EmbeddingCache
 from router.multimodal.encode import Embedder
-from router.multimodal.processor import MultimodalProcessor
+from router.multimodal.prompt import MultimodalProcessor
 from router.peers.membership import RegisteredPeers
 from router.pipeline import Pipeline
-from router.placement.encoders import Encoders
+from router.placement.encoders import Encoders, RoleWorkers
 from router.placement.kv_events import KvSubscriber
 from router.placement.placer import Placer
-from router.placement.role_workers import RoleWorkers
 from router.recording.recorder import Recorder
 from router.routing.policy import Policy
 from router.routing.prefix.predicted import PredictedSeconds
 from router.routing.retry import Retries
 from router.running import RunningRequests
-from router.sessions.ending import SessionEnds
+from router.sessions import SessionEnds
 from router.telemetry.request_metrics import NoMetrics, RecordedMetrics
 from router.text.grammar_check import GrammarCheck
 from router.tokenization import Tokenization

@@ -26,9 +26,9 @@ from router.openai.app import OPENAI, OpenAIApp
 from router.openai.stored.service import ResponseService
 from router.peers.service import follow_peers, serve_peers
 from router.picker.picks import EndpointPicker
-from router.picker.server import serve_picker
+from router.picker.service import serve_picker
 from router.processes.siblings import NoSiblings, Siblings
-from router.recording.finding import find_here
+from router.recording.recorder import find_here
 from router.request_path import RequestPath, open_request_path
 from router.routing.policies import load_policy
 from router.service import ClusterServicer, InferenceServicer

@@ -24,15 +24,14 @@ from discovery.record import WorkerRecord
 from router.explain import RouteExplainer
 from router.peers.tenants import all_tenants
 from router.processes.siblings import Siblings, stop_everywhere
-from router.recording.finding import find_everywhere
+from router.recording.recorder import find_everywhere
 from router.request_path import RequestPath
 from router.resume.handle import Handle
 from router.resume.resumer import Resumer
 from router.stream.collector import UnaryCollector
 from router.workers.handle import WorkerHandle
 from router.workers.offer import DeploymentOffer, model_message, model_messages
-from router.workers.operations.loras import LoraOperations, read_change
-from router.workers.operations.workers import WorkerOperations
+from router.workers.operations import LoraOperations, WorkerOperations, read_change
 from rpc.auth.caller import current_caller
 from rpc.metadata import remaining_seconds
 

@@ -10,7 +10,7 @@ from baton.sampling_options import OPTIONS
 from engine_protocol.sampling_rules import check_bias_ids, check_params
 from router.config import LimitsConfig
 from router.multimodal.prompt import MultimodalPrompt
-from router.sessions.contract import check_cache
+from router.sessions import check_cache
 from router.text import media_validation as media
 from router.text import request_input
 from router.text.served_model import ServedModel

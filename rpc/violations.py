@@ -2,8 +2,10 @@
 
 import math
 from collections.abc import Callable, Sequence
+from itertools import chain
 
 from baton.errors import FieldViolation, InvalidRequest
+from runtime.threads import in_pieces
 
 _MAX_VIOLATIONS = 20  # of a million wrong ids, the first few are enough
 _LONGEST_REQUEST_ID = 128
@@ -57,11 +59,10 @@ class Violations:
 
     def token_ids(self, field: str, ids: Sequence[int], vocab_size: int) -> None:
         """Adds each id that the vocabulary does not have. The length of the list must be bounded."""
-        # A slice of a message's field is a list, which is faster to iterate.
-        known = ids[:]
-        if not known or max(known) < vocab_size:
+        # Slices of a message's field are lists, which are faster to iterate.
+        if all(max(piece) < vocab_size for piece in in_pieces(ids)):
             return
-        for index, token_id in enumerate(known):
+        for index, token_id in enumerate(chain.from_iterable(in_pieces(ids))):
             if token_id >= vocab_size:
                 self.add(f"{field}[{index}]", f"the vocabulary ends at {vocab_size - 1}")
                 if self.is_full:

@@ -8,6 +8,7 @@ import asyncio
 import ctypes
 import gc
 import os
+import sys
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import Final
@@ -36,6 +37,7 @@ _PAGE_BYTES: Final = os.sysconf("SC_PAGE_SIZE")
 _M_TRIM_THRESHOLD: Final = -1
 _M_MMAP_THRESHOLD: Final = -3
 _LARGE_BYTES: Final = 2**20
+_MADV_DONTNEED: Final = 4  # of Linux
 
 
 def exempt_living_objects() -> None:
@@ -116,6 +118,18 @@ def return_large_memory() -> None:
     if set_option is not None:
         set_option(_M_MMAP_THRESHOLD, _LARGE_BYTES)
         set_option(_M_TRIM_THRESHOLD, 2 * _LARGE_BYTES)
+
+
+def forget_content(content: bytearray) -> None:
+    """Gives the memory of a large buffer back that nobody reads again. For threads: the event loop runs meanwhile.
+
+    Whoever drops the buffer later takes no time for it. Otherwise that is 4 to 10 ms for 64 MiB, and everything waits.
+    """
+    if len(content) < _LARGE_BYTES or sys.platform != "linux":
+        return
+    first = ctypes.addressof(ctypes.c_char.from_buffer(content))
+    start, end = -(-first // _PAGE_BYTES) * _PAGE_BYTES, (first + len(content)) // _PAGE_BYTES * _PAGE_BYTES
+    ctypes.CDLL(None).madvise(ctypes.c_void_p(start), ctypes.c_size_t(end - start), _MADV_DONTNEED)
 
 
 def resident_bytes() -> int:

@@ -16,8 +16,7 @@ from rpc.interceptors.calls import arrived_at
 from rpc.server import Service
 from rpc.violations import Violations
 from runtime.clock import perf_counter
-from services.engines.base import EmbeddingRules
-from services.engines.embedding import TextEmbedder, Vector
+from services.engines.base import EmbeddingRules, TextEmbedder, Vector
 from services.identity import Identity
 from services.parts import WorkerParts
 from services.requests.calls import Calls

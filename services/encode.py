@@ -21,7 +21,7 @@ from services.engines.prompt import Embedding, Media
 from services.handoff.leases import Lease, LeaseTable
 from services.handoff.service import release_if_undelivered
 from services.identity import Identity
-from services.multimodal.embedding_pool import EmbeddingPool
+from services.multimodal.embedding_pull import EmbeddingPool
 from services.parts import WorkerParts
 from services.requests.calls import Calls
 from services.telemetry import metrics

@@ -27,7 +27,7 @@ from services.handoff.opening import PoolOpener
 from services.handoff.service import HandoffServicer
 from services.identity import Identity, WorkerRegistration, warn_if_unpaired
 from services.moving.roles import RoleChanger
-from services.moving.shedding import Shedding
+from services.moving.running import Shedding
 from services.parts import WorkerParts, open_parts
 from services.requests.calls import Calls
 from services.requests.fault_injection import FaultReader

@@ -29,7 +29,7 @@ from services.engines.context import EngineContext
 from services.engines.kv_transfer import AllocatesFirst
 from services.engines.memory.allocation import AllocationRules
 from services.engines.registry import open_engine, open_part
-from services.multimodal.embedding_pool import EmbeddingPool
+from services.multimodal.embedding_pull import EmbeddingPool
 
 _ENCODER = "encoder"
 # Chat templates mark with these tags which text a model is trained on; they render to nothing.

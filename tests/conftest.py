@@ -14,6 +14,24 @@ choose_server()
 share_the_machine()
 
 
+# What takes longest: it begins first, or one process would end with it while the others have nothing left.
+LONGEST = (
+    "tests/simulation/test_simulation.py",
+    "tests/deploy/test_restart_behind_envoy.py",
+    "tests/services/engines/pytorch/test_device_faults.py",
+    "tests/e2e/",
+    "tests/examples/",
+    "tests/faults/test_matrix.py",
+    "tests/faults/test_lost_routers.py",
+    "tests/faults/test_moves.py",
+)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Tests stay in the order of their files beside that, for the fixtures that those share."""
+    items.sort(key=lambda item: not item.nodeid.startswith(LONGEST))
+
+
 def pytest_collection_finish() -> None:
     """What the imports left behind is not looked at by each full garbage collection: seconds on a busy machine."""
     exempt_living_objects()

@@ -9,8 +9,7 @@ from baton.inference.v1 import cluster_service_pb2, generate_pb2
 from benchmarks.routing.simulated.clock import Time
 from benchmarks.tiers.worker import BLOCK_BYTES, BLOCK_TOKENS, Hardware, Job, Sizes, Worker, hash_of
 from discovery.record import WorkerRecord
-from router.routing.known_loras import KnownLoras
-from router.routing.policy import Candidates, PromptBlocks, RoutingRequest
+from router.routing.policy import Candidates, KnownLoras, PromptBlocks, RoutingRequest
 from router.routing.prefix.cost import Priors
 from router.routing.prefix.predicted import PredictedSeconds
 

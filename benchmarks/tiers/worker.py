@@ -12,7 +12,7 @@ from services.engines.kv_events import KvTier
 from services.engines.prompt import Session
 from services.engines.pytorch.kv_cache.blocks import BlockMoved, BlockPool, BlockRemoved, BlockStored
 from services.engines.pytorch.kv_cache.tiers.directory import Place, TierDirectory
-from services.engines.pytorch.kv_cache.tiers.rates import Rates
+from services.engines.pytorch.kv_cache.tiers.jobs import Rates
 
 BLOCK_TOKENS = 512
 BLOCK_BYTES = BLOCK_TOKENS * 128 * 1024

@@ -82,7 +82,7 @@ class RunningCalls:
             self._push_tokens(order, zip(places, sinks, strict=True), token_ids, pushed)
             if wire is not None:
                 wire.flush()
-        self._count(pushed, None if order.has_repeated else self._counter)
+        self._count(pushed, order)
 
     def _next_order(self, numbers: list[int]) -> "_StepOrder":
         order = _StepOrder(numbers, self._sinks)
@@ -92,11 +92,15 @@ class RunningCalls:
         self._numbers, self._counter.is_complete = numbers, False
         return order
 
-    def _count(self, pushed: list[TokenSink], steps: StepCounter | None) -> None:
-        now = monotonic()
+    def _count(self, pushed: list[TokenSink], order: "_StepOrder") -> None:
+        now, steps = monotonic(), None if order.has_repeated else self._counter
         self._counter.count(now)
-        if not self._counter.is_complete:
-            self._counter.is_complete = all([sink.meter.count(now, steps) for sink in pushed])
+        if self._counter.is_complete:
+            return
+        is_complete = len(pushed) == len(order.numbers)
+        for sink in pushed:
+            is_complete = sink.meter.count(now, steps) and is_complete
+        self._counter.is_complete = is_complete
 
     def _push_tokens(
         self,

@@ -1,6 +1,9 @@
-"""The body of /v1/messages, and of its count of tokens."""
+"""The body of /v1/messages, and of its count of tokens.
 
-from collections.abc import Mapping
+Tools of Anthropic's API: functions of the client's own, and the choice of them.
+"""
+
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, TypeAlias
 
@@ -8,10 +11,71 @@ from pydantic import Field
 
 from baton.errors import InvalidRequest
 from baton.inference.v1 import generate_pb2, tokenize_pb2
-from router.anthropic.cache_marks import CacheControl, CacheMarks
-from router.anthropic.content import Conversation, InputTurn, TextBlock
-from router.anthropic.tools import ClientTool, ToolChoice, offer_tools
-from router.openai.fields import Fields, Number, Uint32, json_text, refuse
+from router.anthropic.content import Block, CacheControl, CacheMarks, Conversation, InputTurn, TextBlock
+from router.openai.fields import Fields, Number, OnlyFalse, Uint32, json_text, refuse
+
+
+class ClientTool(Block):
+    """A tool that the client runs. The last fields say how others run tools, or see them later: nothing here does."""
+
+    name: str
+    description: str | None = None
+    input_schema: dict[str, Any]
+    type: Literal["custom"] | None = None
+    strict: bool | None = None
+    eager_input_streaming: bool | None = None
+    allowed_callers: Annotated[list[Literal["direct"]], Field(max_length=1)] | None = None
+    defer_loading: OnlyFalse | None = None
+
+
+class AutoChoice(Fields):
+    """The model chooses."""
+
+    type: Literal["auto"]
+    disable_parallel_tool_use: bool = False
+
+
+class AnyChoice(Fields):
+    """One of the tools must be called."""
+
+    type: Literal["any"]
+    disable_parallel_tool_use: bool = False
+
+
+class NamedChoice(Fields):
+    """This tool must be called."""
+
+    type: Literal["tool"]
+    name: Annotated[str, Field(min_length=1)]
+    disable_parallel_tool_use: bool = False
+
+
+class NoChoice(Fields):
+    """None may be called."""
+
+    type: Literal["none"]
+
+
+ToolChoice: TypeAlias = Annotated[AutoChoice | AnyChoice | NamedChoice | NoChoice, Field(discriminator="type")]
+
+
+def offer_tools(chat: generate_pb2.ChatInput, tools: Sequence[ClientTool], choice: ToolChoice | None) -> None:
+    """Adds the tools that may be called. Raises InvalidRequest."""
+    if isinstance(choice, NoChoice):
+        return
+    for index, tool in enumerate(tools):
+        schema = json_text(tool.input_schema, f"tools[{index}].input_schema")
+        chat.tools.add(
+            name=tool.name, description=tool.description or "", parameters=schema, is_strict=bool(tool.strict)
+        )
+    match choice:
+        case AnyChoice():
+            chat.tool_choice.is_required = True
+        case NamedChoice():
+            chat.tool_choice.name = choice.name
+    if choice is not None and choice.disable_parallel_tool_use and chat.tools:
+        chat.tool_choice.is_single = True
+
 
 _LEAST_BUDGET = 1024
 # Templates know three efforts.
@@ -86,6 +150,8 @@ class PromptFields(Fields):
     def set_prompt(self, made: generate_pb2.GenerateRequest) -> Conversation:
         """Sets the conversation, and the part of it to retain. Raises InvalidRequest and Unsupported."""
         made.chat.SetInParent()
+        if not self.messages:
+            raise InvalidRequest.of("messages", "is empty")
         offer_tools(made.chat, self.tools or [], self.tool_choice)
         marks = CacheMarks()
         for index, tool in enumerate(self.tools or []):
@@ -97,7 +163,7 @@ class PromptFields(Fields):
             conversation.add(index, message)
         conversation.set_reasoning()
         marks.add("", self.cache_control, made.chat)
-        if self.messages and self.messages[-1].role == "assistant":
+        if self.messages[-1].role == "assistant":
             raise refuse(f"messages[{len(self.messages) - 1}].role", "an answer that is begun cannot be continued")
         self._set_variables(made.chat)
         marks.set_in(made)

@@ -11,7 +11,7 @@ from baton.errors import (
     Unavailable,
 )
 from router.decoding.state import ExecutionState
-from router.moving.yielded import Yielded
+from router.moving.decodes import Yielded
 from router.routing.policy import Placement
 from router.routing.retry import Attempts
 from router.telemetry import metrics

@@ -8,12 +8,11 @@ from baton.engine.v1 import decode_pb2, handoff_pb2
 from baton.errors import InvalidReply, Unavailable
 from baton.inference.v1 import generate_pb2, sampling_pb2
 from router.decoding.state import ExecutionState, HeldHandoff
-from router.moving.decodes import ReadDecode
-from router.moving.yielded import Yielded
+from router.moving.decodes import ReadDecode, Yielded
 from router.routing.latency import DecodeTimer
 from router.workers.calls import DecodeCall
+from router.workers.destinations import report_loan
 from router.workers.handle import WorkerHandle
-from router.workers.prefix_sources import report_loan
 from router.workers.replies import check_yielded, reported_logprobs
 from rpc.tracing.span import current_span
 from runtime.clock import perf_counter
@@ -72,6 +71,8 @@ class DecodeReading:
                     call.timing.report(response.finished.timings)
                     if not state.completion.token_ids:
                         raise InvalidReply("the decode stream ended without a token")
+                    if not response.finished.reason and state.completion.finished is None:
+                        raise InvalidReply("the decode stream ended without a reason")
                     self._found_cached(response.finished.usage)
                     if response.finished.drafted_tokens:
                         state.stats.speculated(response.finished.drafted_tokens, response.finished.accepted_tokens)

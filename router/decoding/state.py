@@ -7,8 +7,7 @@ from baton.errors import BatonError
 from baton.inference.v1 import generate_pb2
 from discovery.registry import WorkerRecord
 from router.context import RequestContext
-from router.moving.decodes import ReadDecodes
-from router.moving.yielded import Yielded
+from router.moving.decodes import ReadDecodes, Yielded
 from router.multimodal.prompt import MultimodalPrompt
 from router.placement.placer import Placer
 from router.routing.policy import IgnoredProgress, Placement, Progress, RoutingRequest, needed_capabilities
@@ -117,6 +116,10 @@ class ExecutionState(Waiting):
             return False
         tried = attempts.tried | {worker.process}
         return self.placer.can_decode(self.routing_request, self.context_tokens, tried)
+
+    def give_up(self) -> None:
+        if self.prefetch is not None:
+            self.prefetch.cancel()
 
     @property
     def ends_here(self) -> bool:

@@ -8,7 +8,7 @@ from baton.engine.v1 import diffuse_pb2, diffuse_pb2_grpc
 from baton.errors import InvalidReply
 from baton.inference.v1 import image_pb2
 from router.context import RequestContext
-from router.placement.role_workers import RoleWorkers
+from router.placement.encoders import RoleWorkers
 from router.routing.filters import Constraints
 from router.workers.handle import WorkerHandle
 from router.workers.role_calls import Metadata, RoleCall

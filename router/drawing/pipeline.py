@@ -1,10 +1,11 @@
-"""The life of a request for pictures, top to bottom: validate, admit, draw."""
+"""The life of a request for pictures, top to bottom: validate, admit, draw. ImageService, which clients call."""
 
 from collections.abc import Awaitable, Callable
 from functools import partial
+from typing import Any
 
 from baton.engine.v1 import diffuse_pb2
-from baton.inference.v1 import generate_pb2, image_pb2, timing_pb2
+from baton.inference.v1 import generate_pb2, image_pb2, image_pb2_grpc, timing_pb2
 from router.admission.predictor import RequestEstimate
 from router.context import RequestContext
 from router.drawing import options
@@ -13,6 +14,7 @@ from router.drawing.options import DrawingModel
 from router.request_path import RequestPath
 from router.telemetry.spans import set_image_attributes
 from router.workers.role_calls import call_with_retries
+from rpc.server import Service
 
 Request = image_pb2.ImageServiceGenerateRequest
 Response = image_pb2.ImageServiceGenerateResponse
@@ -74,3 +76,23 @@ def _response(event: Event) -> Response:
     if isinstance(event, image_pb2.GeneratedImage):
         return Response(image=event)
     return Response(progress=event)
+
+
+NAME = image_pb2.DESCRIPTOR.services_by_name["ImageService"].full_name
+
+
+class ImageServicer(image_pb2_grpc.ImageServiceServicer):
+    """ImageService."""
+
+    def __init__(self, pipeline: DrawingPipeline) -> None:
+        self._pipeline = pipeline
+
+    async def Generate(  # type: ignore[override]
+        self, request: image_pb2.ImageServiceGenerateRequest, context: Any
+    ) -> None:
+        await self._pipeline.run(request, context, context.write)
+
+
+def service(path: RequestPath) -> Service:
+    """The router's service for clients."""
+    return Service(NAME, image_pb2_grpc.add_ImageServiceServicer_to_server, ImageServicer(DrawingPipeline(path)))

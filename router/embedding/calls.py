@@ -11,7 +11,7 @@ from baton.errors import FieldViolation, InvalidRequest
 from baton.inference.v1 import embed_pb2 as inference_pb2
 from baton.inference.v1 import generate_pb2
 from router.context import RequestContext
-from router.placement.role_workers import RoleWorkers
+from router.placement.encoders import RoleWorkers
 from router.routing.filters import Constraints
 from router.routing.retry import Retries
 from router.workers.handle import WorkerHandle

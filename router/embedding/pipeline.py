@@ -1,19 +1,105 @@
-"""The life of a request for embeddings, top to bottom: validate, tokenize, admit, embed."""
+"""The life of a request for embeddings, top to bottom: validate, tokenize, admit, embed.
+
+The inputs of a request for embeddings: checks, and from texts to token ids. Nothing is cut.
+"""
 
 import asyncio
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import partial
 
-from baton.inference.v1 import embed_pb2, generate_pb2, timing_pb2
+from baton.inference.v1 import embed_pb2, generate_pb2, model_pb2, timing_pb2
 from router.admission.controller import AdmissionController
 from router.admission.predictor import RequestEstimate
 from router.context import ContextFactory, RequestContext
-from router.embedding import inputs
 from router.embedding.calls import ROLE, EmbedCalls, WantedVectors
-from router.embedding.inputs import EmbeddingModel
 from router.running import RunningRequests
 from router.telemetry.spans import set_embed_attributes
+from router.text.request_input import unsupported
+from router.text.served_model import ServedModel
 from router.workers.cluster import Cluster
+from rpc.violations import Violations
+
+
+@dataclass(frozen=True, slots=True)
+class EmbeddingModel:
+    """A model, and the vectors that its workers make."""
+
+    model: ServedModel
+    rules: model_pb2.EmbeddingRules
+
+
+def find_model(cluster: Cluster, name: str) -> EmbeddingModel:
+    """The model of this name. Raises ModelNotFound, NoWorker, or Unsupported if no worker has an embedder."""
+    model = cluster.model(name)
+    for worker in cluster.workers:
+        if worker.record.model == model.name and worker.model is not None and worker.model.embedding is not None:
+            return EmbeddingModel(worker.model, worker.model.embedding)
+    raise unsupported("embeddings, since no worker has the role embed", model)
+
+
+def check(request: embed_pb2.EmbedRequest, target: EmbeddingModel, max_inputs: int) -> None:
+    """Raises InvalidRequest naming every wrong field, before any text is tokenized."""
+    violations = Violations()
+    violations.request_id(request.request_id)
+    violations.require(bool(request.inputs), "inputs", "is empty")
+    if request.HasField("dimensions"):
+        violations.number("dimensions", request.dimensions, 1, target.rules.dimensions)
+    if violations.count("inputs", len(request.inputs), max_inputs):
+        for index, one in enumerate(request.inputs):
+            _check_input(f"inputs[{index}]", one, target, violations)
+            if violations.is_full:
+                break
+    violations.raise_any()
+
+
+def tokenize(request: embed_pb2.EmbedRequest, target: EmbeddingModel) -> list[generate_pb2.TokenIds]:
+    """The ids of a checked request's inputs. Slow for long texts. Raises InvalidRequest naming what is too long."""
+    violations = Violations()
+    found = [_ids(one, target.model) for one in request.inputs]
+    for index, ids in enumerate(found):
+        violations.require(bool(ids.ids), f"inputs[{index}]", "has no tokens")
+        _check_length(f"inputs[{index}]", len(ids.ids), target, violations)
+    violations.raise_any()
+    return found
+
+
+def _check_input(path: str, one: embed_pb2.EmbedInput, target: EmbeddingModel, violations: Violations) -> None:
+    match one.WhichOneof("input"):
+        case "text":
+            _check_text(path, one.text, target, violations)
+        case "token_ids":
+            ids = one.token_ids.ids
+            violations.require(bool(ids), path, "is empty")
+            if _check_length(path, len(ids), target, violations):
+                violations.token_ids(f"{path}.token_ids.ids", ids, target.model.limits.vocab_size)
+        case _:
+            violations.add(path, "is missing; give one of text, token_ids")
+
+
+def _check_text(path: str, text: str, target: EmbeddingModel, violations: Violations) -> None:
+    if target.model.tokenizer is None:
+        raise unsupported(f"{path}.text", target.model)
+    violations.require(bool(text), path, "is empty")
+    most = target.rules.max_input_tokens * target.model.tokenizer.longest_token
+    violations.require(
+        len(text) <= most,
+        path,
+        f"has {len(text)} characters; {target.rules.max_input_tokens} tokens never have so many",
+    )
+
+
+def _check_length(path: str, tokens: int, target: EmbeddingModel, violations: Violations) -> bool:
+    most = target.rules.max_input_tokens
+    violations.require(tokens <= most, path, f"has {tokens} tokens of at most {most}")
+    return tokens <= most
+
+
+def _ids(one: embed_pb2.EmbedInput, model: ServedModel) -> generate_pb2.TokenIds:
+    if one.HasField("token_ids"):
+        return one.token_ids
+    assert model.tokenizer is not None
+    return generate_pb2.TokenIds(ids=model.tokenizer.encode(one.text))
 
 
 class EmbedPipeline:
@@ -60,12 +146,12 @@ class EmbedPipeline:
     async def _validate(self, ctx: RequestContext, request: embed_pb2.EmbedRequest) -> EmbeddingModel:
         with ctx.timings.measure(timing_pb2.STAGE_ADMISSION):
             await ctx.inject("admission")
-            target = inputs.find_model(self._cluster, request.model)
+            target = find_model(self._cluster, request.model)
             ctx.stats.model = target.model.name
             if ctx.is_large:
-                await asyncio.to_thread(inputs.check, request, target, self._contexts.limits.max_embed_inputs)
+                await asyncio.to_thread(check, request, target, self._contexts.limits.max_embed_inputs)
             else:
-                inputs.check(request, target, self._contexts.limits.max_embed_inputs)
+                check(request, target, self._contexts.limits.max_embed_inputs)
         return target
 
     async def _tokenize(
@@ -74,8 +160,8 @@ class EmbedPipeline:
         with ctx.timings.measure(timing_pb2.STAGE_TOKENIZE):
             await ctx.inject("tokenize")
             if ctx.is_large:
-                return await asyncio.to_thread(inputs.tokenize, request, target)
-            return inputs.tokenize(request, target)
+                return await asyncio.to_thread(tokenize, request, target)
+            return tokenize(request, target)
 
     async def _embed(
         self,

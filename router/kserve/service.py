@@ -1,4 +1,7 @@
-"""GRPCInferenceService, on the same pipeline as InferenceService."""
+"""GRPCInferenceService, on the same pipeline as InferenceService.
+
+A model's inputs and outputs, for clients that ask before they send.
+"""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -17,14 +20,72 @@ from baton.version import __version__
 from baton_http2.server.reply import Reply
 from engine_protocol.roles import completing
 from router.kserve.embeddings import embed_request, embed_response
-from router.kserve.metadata import PLATFORM, config, metadata
-from router.kserve.tensors import EMBEDDING, add_usage, check_version, generate_request, is_version, reason_of, response
+from router.kserve.tensors import (
+    EMBEDDING,
+    OUTPUTS,
+    VERSION,
+    add_usage,
+    check_version,
+    generate_request,
+    is_version,
+    reason_of,
+    response,
+)
 from router.request_path import RequestPath
 from router.stream.collector import UnaryCollector
 from router.workers.offer import model_message
 from rpc.interceptors.calls import record_arrival, record_size
 from rpc.interceptors.counting import count_fields
 from runtime.aio import TaskGroup
+
+PLATFORM = "baton"
+
+_TYPES = {"BYTES": pb.TYPE_STRING, "BOOL": pb.TYPE_BOOL, "FP32": pb.TYPE_FP32}
+
+
+def metadata(model: model_pb2.Model) -> pb.ModelMetadataResponse:
+    """Inputs and outputs, with their types and shapes; -1 is any number."""
+    tensor = pb.ModelMetadataResponse.TensorMetadata
+    return pb.ModelMetadataResponse(
+        name=model.name,
+        versions=[VERSION],
+        platform=PLATFORM,
+        inputs=[tensor(name=name, datatype=kind, shape=shape) for name, kind, shape in _inputs(model)],
+        outputs=[tensor(name=name, datatype=kind, shape=shape) for name, kind, shape in _outputs(model)],
+    )
+
+
+def config(model: model_pb2.Model) -> pb.ModelConfig:
+    """The same as Triton's configuration. A model that generates is decoupled: it may answer by several messages."""
+    return pb.ModelConfig(
+        name=model.name,
+        platform=PLATFORM,
+        backend=PLATFORM,
+        input=[
+            pb.ModelInput(name=name, data_type=_TYPES[kind], dims=shape, optional=name != "text_input")
+            for name, kind, shape in _inputs(model)
+        ],
+        output=[pb.ModelOutput(name=name, data_type=_TYPES[kind], dims=shape) for name, kind, shape in _outputs(model)],
+        model_transaction_policy=pb.ModelTransactionPolicy(decoupled=not model.capabilities.embeddings_only),
+    )
+
+
+def _inputs(model: model_pb2.Model) -> list[tuple[str, str, list[int]]]:
+    texts = [-1] if model.HasField("embedding") else [1]
+    prompt = ("text_input", "BYTES", texts)
+    if model.capabilities.embeddings_only:
+        return [prompt]
+    return [prompt, ("stream", "BOOL", [1]), ("sampling_parameters", "BYTES", [1])]
+
+
+def _outputs(model: model_pb2.Model) -> list[tuple[str, str, list[int]]]:
+    found: list[tuple[str, str, list[int]]] = []
+    if not model.capabilities.embeddings_only:
+        found += [(name, "BYTES", [-1]) for name in OUTPUTS]
+    if model.HasField("embedding"):
+        found.append((EMBEDDING, "FP32", [-1, model.embedding.dimensions]))
+    return found
+
 
 Context = aio.ServicerContext[Any, Any]
 

@@ -23,7 +23,7 @@ from baton.inference.v1 import generate_pb2, sampling_pb2
 from baton.kserve import inference_pb2 as pb
 from baton.sampling_options import OPTIONS
 from grammars.guide import MAX_TEXT_BYTES
-from router.text.json_values import TOO_LARGE, NotFinite, load_json
+from router.text.json_values import WrongValue, load_unique_json
 
 OUTPUTS = ("text_output", "finish_reason")
 EMBEDDING = "embedding"
@@ -142,6 +142,8 @@ def read_inputs(request: pb.ModelInferRequest) -> dict[str, list[bytes]]:
         path = f"inputs.{tensor.name}"
         if tensor.name in found:
             raise InvalidRequest.of(path, "is given twice")
+        if raw and tensor.contents.ByteSize():
+            raise InvalidRequest.of(f"{path}.contents", "is set beside raw_input_contents")
         check_tensor_parameters(path, tensor.parameters)
         if (expected := _TYPES.get(tensor.name, tensor.datatype)) != tensor.datatype:
             raise InvalidRequest.of(path, f"has the type {tensor.datatype!r}; expected {expected}")
@@ -191,26 +193,11 @@ def text_of(path: str, element: bytes) -> str:
         raise InvalidRequest.of(path, "is not valid UTF-8") from None
 
 
-class _GivenTwice(ValueError):
-    """A key that an object has twice."""
-
-
-def _unrepeated(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    for key, value in pairs:
-        if key in found:
-            raise _GivenTwice(f"{key[:128]} is given twice")
-        found[key] = value
-    return found
-
-
 def _json(element: bytes) -> dict[str, Any]:
     try:
-        value = load_json(element, pairs=_unrepeated)
-    except NotFinite as error:
-        raise InvalidRequest.of(f"inputs.sampling_parameters.{error.path}", TOO_LARGE) from None
-    except _GivenTwice as error:
-        raise InvalidRequest.of("inputs.sampling_parameters", str(error)) from None
+        value = load_unique_json(element)
+    except WrongValue as error:
+        raise InvalidRequest.of(f"inputs.sampling_parameters.{error.path}", error.problem) from None
     except (ValueError, RecursionError):
         value = None
     if not isinstance(value, dict):
@@ -287,8 +274,8 @@ def _parsed(value: Any) -> Any:
     if len(value) > MAX_TEXT_BYTES:
         raise ValueError(f"has {len(value)} characters of at most {MAX_TEXT_BYTES}")
     try:
-        return load_json(value, pairs=_unrepeated)
-    except (_GivenTwice, NotFinite):
+        return load_unique_json(value)
+    except WrongValue:
         raise
     except (ValueError, RecursionError):
         raise ValueError("must be the text of JSON") from None

@@ -6,7 +6,6 @@ from collections.abc import Awaitable, Callable
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from functools import partial
-from types import TracebackType
 
 from typing_extensions import Self
 
@@ -15,8 +14,7 @@ from baton.errors import DeadlineExceeded
 from baton.inference.v1 import generate_pb2
 from router.cancellation import Cancellation
 from router.config import EmbeddingsConfig
-from router.multimodal.lease_renewer import LeaseRenewer
-from router.multimodal.leases import EmbeddingLease
+from router.multimodal.leases import EmbeddingLease, LeaseRenewer
 from router.placement.encoders import EncoderVersion
 from router.telemetry import metrics
 from router.workers.aborts import abort
@@ -156,9 +154,7 @@ class EmbeddingCache:
         self._sweeping = asyncio.create_task(lasting("embedding_cache", self._sweep))
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *exception: object) -> None:
         tasks = (self._sweeping, *self._tasks)
         for task in tasks:
             task.cancel()

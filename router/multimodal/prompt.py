@@ -1,14 +1,19 @@
-"""A prompt and its media: placeholders, embeddings, and the messages for workers with and without embeddings."""
+"""A prompt and its media: placeholders, embeddings, and the messages for workers with and without embeddings.
 
+Loads the media of requests, and makes prompts with them.
+"""
+
+import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass
-from types import TracebackType
 
 from typing_extensions import Self
 
 from baton.engine.v1 import prompt_pb2
 from baton.errors import EmbeddingLost, EngineFailed
 from baton.inference.v1 import generate_pb2, lora_pb2, timing_pb2
+from media.content import MediaItem
+from media.loader import MediaLoader
 from router.context import RequestContext
 from router.multimodal.cache import EmbeddingRef
 from router.multimodal.encode import Embedder, LoadedMedia
@@ -71,9 +76,7 @@ class MultimodalPrompt:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *exception: object) -> None:
         self.release()
 
     def for_answer(self, ctx: RequestContext, model: ServedModel) -> "MultimodalPrompt":
@@ -193,3 +196,30 @@ def _encoding(refs: Sequence[EmbeddingRef]) -> generate_pb2.Encoding.ValueType:
         return generate_pb2.ENCODING_CACHED
     is_inline = any(len(worker.record.roles) > 1 for worker in workers)
     return generate_pb2.ENCODING_INLINE if is_inline else generate_pb2.ENCODING_WORKER
+
+
+class MultimodalProcessor:
+    """Loads at most `max_loading` media items at a time, of all requests together."""
+
+    def __init__(self, loader: MediaLoader, embedder: Embedder, max_loading: int) -> None:
+        self._loader = loader
+        self._embedder = embedder
+        self._loading = asyncio.Semaphore(max_loading)
+
+    async def load(self, items: Sequence[MediaItem]) -> list[LoadedMedia]:
+        """Fetches and checks media. Raises the errors of MediaLoader.load, which name the wrong field."""
+        return await gather_or_cancel(self._load(item) for item in items)
+
+    def prompt(
+        self, ctx: RequestContext, model: ServedModel, prompt: prompt_pb2.Prompt, media: Sequence[LoadedMedia]
+    ) -> MultimodalPrompt:
+        """A prompt with one media item for each placeholder in it. Raises NoWorker if no encoder is known."""
+        return MultimodalPrompt(ctx, model, prompt, media, self._embedder)
+
+    def adopted(self, ctx: RequestContext, model: ServedModel, prompt: prompt_pb2.Prompt) -> AdoptedPrompt:
+        """The prompt of an answer that a worker runs already, for another router until now."""
+        return AdoptedPrompt(ctx, model, prompt, (), self._embedder)
+
+    async def _load(self, item: MediaItem) -> LoadedMedia:
+        async with self._loading:
+            return LoadedMedia(item.path, await self._loader.load(item))

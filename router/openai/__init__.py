@@ -9,7 +9,7 @@ errors.py       Baton's errors in OpenAI's shape, with the HTTP status
 fields.py       fields that the endpoints share: sampling, stopping
 messages.py     conversations, images, tools
 chat.py         /v1/chat/completions; completions.py and responses.py are the other two ways to generate
-embeddings.py   /v1/embeddings; models.py is /v1/models
+embeddings.py   /v1/embeddings and /v1/models
 resumable/      streams that go on after `Last-Event-ID`
 stored/         responses that are kept: in the background, and as what later ones go on from
 choices.py      answers as choices: whole, or streamed as server-sent events

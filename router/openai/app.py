@@ -8,7 +8,7 @@ import asyncio
 import json
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 from urllib.parse import unquote
@@ -27,7 +27,7 @@ from router.openai.call import HttpCall, Receive, Send
 from router.openai.chat import ChatCompletionRequest
 from router.openai.choices import Answering, ChoiceStream, Kind, TokenText, now, whole
 from router.openai.completions import CompletionRequest, EchoedPrompt
-from router.openai.embeddings import EmbeddingsRequest
+from router.openai.embeddings import EmbeddingsRequest, ModelEndpoints
 from router.openai.errors import HttpRefusal, failure_of, known_error
 from router.openai.exchange import (
     MODEL_PATH,
@@ -43,7 +43,6 @@ from router.openai.exchange import (
 )
 from router.openai.fields import SamplingFields
 from router.openai.images import ImageCollector, ImagesRequest, ImageStream, preview_steps
-from router.openai.models import ModelEndpoints
 from router.openai.responses import ResponseBuilder, ResponsesRequest, ResponseStream
 from router.openai.resumable.streams import AskedChoices, ResumableStreams, keep_seconds_of
 from router.openai.stored.document import RecordedStream, ResponseDocument
@@ -67,7 +66,7 @@ from runtime.logs import add_log_fields
 
 log = structlog.get_logger(__name__)
 
-OPENAI = Api("/openai", lambda error, call: failure_of(error, call.guided_field), lambda _path, _headers: True)
+OPENAI = Api("/openai", lambda error, call: failure_of(error, call.names), lambda _path, _headers: True)
 _UNKNOWN = "/unknown"
 _ID_PREFIXES: Mapping[Kind, str] = {"chat": "chatcmpl-", "text": "cmpl-"}
 
@@ -239,7 +238,7 @@ class OpenAIApp:
     async def _choices(
         self, call: HttpCall, body: SamplingFields, request: generate_pb2.GenerateRequest, kind: Kind
     ) -> None:
-        call.guided_field = body.guided_field
+        call.names = body.names
         options = body.stream_options
         seconds = keep_seconds_of(call, options.keep_seconds if options else None, is_stream=bool(body.stream))
         if seconds:
@@ -257,10 +256,13 @@ class OpenAIApp:
 
     async def _responses(self, call: HttpCall, _path: str) -> None:
         body, request = await self._exchange.read(call, ResponsesRequest, ResponsesRequest.generate_request)
-        call.guided_field = body.guided_field
+        call.names = body.names
         body.require_consistent()
         seconds = keep_seconds_of(call, None, is_stream=bool(body.stream))
-        turns = await self._stored.go_on(call, body, request) if body.uses_memory else ()
+        turns: Sequence[generate_pb2.ChatMessage] = ()
+        if body.uses_memory:
+            turns = await self._stored.go_on(call, body, request)
+            call.names = replace(call.names, before=len(request.chat.messages) - len(turns))
         if body.background or seconds:
             add_session(call, request)
         if body.background:

@@ -15,7 +15,7 @@ from grpc import StatusCode
 
 from baton.errors import InvalidRequest, Overloaded
 from baton_http2.input_budget import InputBudget, InputHold, InputLimits, Pace
-from router.openai.errors import HttpRefusal
+from router.openai.errors import PLAIN_NAMES, HttpRefusal
 from runtime.aio import timeout
 from runtime.entropy import token_hex
 
@@ -51,7 +51,7 @@ class HttpCall:
         self._has_left = False
         self.status = StatusCode.OK
         self.response_status = 0  # 0 before the response has begun
-        self.guided_field = ""  # where the body has a grammar, for errors that name it
+        self.names = PLAIN_NAMES  # of the body's fields, for errors
         self.places: Mapping[str, str] = {}  # fields of the request by their places in the body, for errors too
         self.request_id = next((value for key, value in self._metadata if key == "x-request-id"), "") or token_hex(16)
 

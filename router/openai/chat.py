@@ -7,6 +7,7 @@ from pydantic import Field
 
 from baton.errors import InvalidRequest
 from baton.inference.v1 import generate_pb2
+from router.openai.errors import FieldNames
 from router.openai.fields import (
     ANY_OBJECT,
     Fields,
@@ -103,9 +104,11 @@ class ChatCompletionRequest(SamplingFields):
     separate_reasoning: bool | None = None
 
     @property
-    def guided_field(self) -> str:
-        """As of SamplingFields; `response_format` is the same by its own name."""
-        return super().guided_field or format_field("response_format", self.response_format)
+    def names(self) -> FieldNames:
+        """As of SamplingFields; `response_format` is a grammar by its own name."""
+        guided = super().names.guided or format_field("response_format", self.response_format)
+        most = "max_tokens" if self.max_completion_tokens is None else "max_completion_tokens"
+        return FieldNames(guided, most, function="function.")
 
     def generate_request(self, request_id: str) -> generate_pb2.GenerateRequest:
         """The request to the pipeline. Raises Unsupported for what would have to be ignored."""

@@ -107,7 +107,7 @@ class ChoiceStream:
 
     async def fail(self, error: BatonError) -> None:
         """Ends the stream with an event that OpenAI's clients raise as an error."""
-        await self._call.end(event({"error": describe(error, self._call.guided_field)}))
+        await self._call.end(event({"error": describe(error, self._call.names)}))
 
     async def _start(self, started: generate_pb2.Started) -> None:
         answering = self._answering

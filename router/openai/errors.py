@@ -4,6 +4,7 @@ import json
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import structlog
 
@@ -64,7 +65,6 @@ _RENAMED = (
     (re.compile(r"^options\.number"), "n"),
     (re.compile(r"^options\.preview_steps"), "partial_images"),
     (re.compile(r"^options\."), ""),
-    (re.compile(r"^stopping\.max_tokens"), "max_tokens"),
     (re.compile(r"^stopping\."), ""),
     (re.compile(r"^response\.logprobs"), "top_logprobs"),
     (re.compile(r"^chat\.template_variables"), "chat_template_kwargs"),
@@ -82,6 +82,16 @@ _RENAMED = (
     (re.compile(r"^token_ids\.ids"), "prompt"),
     (re.compile(r"^inputs(\[\d+\])?(\.token_ids\.ids)?"), r"input\1"),
 )
+# A turn of a conversation, and one of its calls.
+_TURN = re.compile(
+    r"^chat\.messages\[(?P<turn>\d+)\](\.tool_calls\[(?P<call>\d+)\](?P<of_call>.*)|(?P<rest>.*))$", re.DOTALL
+)
+_CONTENT = re.compile(r"^\.parts(\[\d+\])?")
+_IMAGE_URL = re.compile(r"\.media(\.(uri|data))?$")
+# What a tool and a call have in their `function`.
+_OF_FUNCTION = re.compile(
+    r"^(chat\.(?:tools\[\d+\]|messages\[\d+\]\.tool_calls\[\d+\]|tool_choice))\.(name|description|parameters|arguments)"
+)
 # How the message of an error begins that is about one picture.
 _PICTURE = re.compile(r"^chat\.messages\[\d+\]\.parts\[\d+\]\.media\S*(?=: )")
 # The fields that the message of Unsupported names.
@@ -92,7 +102,7 @@ _GUIDED = re.compile(r"^guided\.(json_schema|regex|grammar|choice(\.texts)?|stru
 _TAG = re.compile(r"\.tags(\[\d+\])?(\.json_schema)?")
 
 
-class HttpRefusal(BatonError):
+class HttpRefusal(Unsupported):
     """A request that HTTP refuses before it becomes a request to a model: no such path, or a body that is too large."""
 
     reason = "INVALID_HTTP_REQUEST"
@@ -109,6 +119,32 @@ class UnsupportedField(Unsupported):
     def __init__(self, field: str, why: str) -> None:
         super().__init__(f"{field}: {why}")
         self.field = field
+
+
+class TurnPlace(NamedTuple):
+    """Where in `input` a turn is, and its first call; and the field that has its content."""
+
+    item: int
+    first_call: int
+    content: str = "content"
+
+
+@dataclass(frozen=True, slots=True)
+class FieldNames:
+    """The names that a body has for fields of GenerateRequest, for errors.
+
+    `guided` is its grammar, and `function` comes between a tool, or a call, and its name. If its conversation is no
+    `messages`, `items` are the places of the turns after the first `before` ones.
+    """
+
+    guided: str = ""
+    max_tokens: str = "max_tokens"
+    function: str = ""
+    before: int = 0
+    items: Sequence[TurnPlace] | None = None
+
+
+PLAIN_NAMES = FieldNames()
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,9 +166,9 @@ def known_error(method: str, error: Exception) -> BatonError:
     return known[0]
 
 
-def failure_of(error: BatonError, guided_field: str = "") -> ErrorResponse:
-    """The response for an error. `guided_field` is where the request's body has its grammar."""
-    body = json.dumps({"error": describe(error, guided_field)}).encode()
+def failure_of(error: BatonError, names: FieldNames = PLAIN_NAMES) -> ErrorResponse:
+    """The response for an error."""
+    body = json.dumps({"error": describe(error, names)}).encode()
     return ErrorResponse(status_of(error), body, headers_of(error))
 
 
@@ -149,19 +185,19 @@ def headers_of(error: BatonError) -> tuple[tuple[bytes, bytes], ...]:
     return tuple(headers)
 
 
-def describe(error: BatonError, guided_field: str = "") -> dict[str, str | None]:
+def describe(error: BatonError, names: FieldNames = PLAIN_NAMES) -> dict[str, str | None]:
     """The object `error` of OpenAI's API. Of several wrong fields `param` names the first, the message all."""
     param, message = (error.field if isinstance(error, UnsupportedField) else None), error.message
     if isinstance(error, InvalidRequest):
-        renamed = [(_param(one.field, guided_field), one.description) for one in error.violations]
+        renamed = [(_param(one.field, names), one.description) for one in error.violations]
         param = renamed[0][0]
         message = "; ".join(f"{field}: {description}" for field, description in renamed)
     elif picture := _PICTURE.match(message):
-        param = _param(picture[0], guided_field)
+        param = _param(picture[0], names)
         message = param + message[picture.end() :]
     elif isinstance(error, Unsupported) and (lacked := LACKED.search(message)):
-        param = param or _param(lacked[0], guided_field)
-        message = LACKED.sub(lambda field: _param(field[0], guided_field), message)
+        param = param or _param(lacked[0], names)
+        message = LACKED.sub(lambda field: _param(field[0], names), message)
     return {
         "message": message,
         "type": _TYPES.get(status_of(error), "server_error"),
@@ -177,13 +213,30 @@ def status_of(error: BatonError) -> int:
     return next(STATUSES[parent] for parent in type(error).__mro__ if parent in STATUSES)
 
 
-def _param(field: str, guided_field: str) -> str:
+def _param(field: str, names: FieldNames) -> str:
     if _IS_GUIDED.match(field):
-        return _guided_param(field, guided_field or "response_format")
+        return _guided_param(field, names.guided or "response_format")
+    if field == "stopping.max_tokens":
+        return names.max_tokens
+    if names.items is not None and (turn := _TURN.match(field)):
+        return _item(turn, names)
+    field = _OF_FUNCTION.sub(rf"\1.{names.function}\2", field)
     for pattern, name in _RENAMED:
         if pattern.search(field):
             return pattern.sub(name, field, count=1)
     return field
+
+
+def _item(turn: re.Match[str], names: FieldNames) -> str:
+    """The field of `input` that a turn is, or one of its calls."""
+    number = int(turn["turn"]) - names.before
+    if names.items is None or not 0 <= number < len(names.items):
+        return "input"
+    place = names.items[number]
+    if turn["call"] is not None:
+        return f"input[{place.first_call + int(turn['call'])}]{turn['of_call']}"
+    rest = _CONTENT.sub(rf".{place.content}\1", turn["rest"])
+    return f"input[{place.item}]{_IMAGE_URL.sub('.image_url', rest)}"
 
 
 def _guided_param(field: str, guided_field: str) -> str:

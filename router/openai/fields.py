@@ -4,15 +4,24 @@ import json
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, GetCoreSchemaHandler, ValidationError, create_model, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Field,
+    GetCoreSchemaHandler,
+    ValidationError,
+    create_model,
+    model_validator,
+)
 from pydantic_core import PydanticCustomError, core_schema
 
 from baton.errors import FieldViolation, InvalidRequest
 from baton.inference.v1 import generate_pb2
 from baton.sampling_options import OPTIONS
 from grammars.guide import MAX_TEXT_BYTES
-from router.openai.errors import UnsupportedField
-from router.text.json_values import TOO_LARGE, NotFinite, load_json
+from router.openai.errors import FieldNames, UnsupportedField
+from router.text.json_values import WrongValue, load_unique_json
 from runtime.threads import let_others_run
 
 _UINT32 = 2**32 - 1
@@ -100,12 +109,29 @@ def _path(location: tuple[int | str, ...], path: str = "") -> str:
     return path or "body"
 
 
+def _require_true(value: bool) -> bool:
+    if not value:
+        raise PydanticCustomError("only_true", "must be true")
+    return value
+
+
+def _require_false(value: bool) -> bool:
+    if value:
+        raise PydanticCustomError("only_false", "must be false")
+    return value
+
+
+# A Literal would take 0 and 1, too.
+OnlyTrue = Annotated[bool, AfterValidator(_require_true)]
+OnlyFalse = Annotated[bool, AfterValidator(_require_false)]
+
+
 class StreamOptions(Fields):
     """`stream_options`."""
 
     include_usage: bool = False
     keep_seconds: Number | None = None  # how long the stream goes on without its client; also the header x-baton-keep
-    include_obfuscation: Literal[False] | None = None
+    include_obfuscation: OnlyFalse | None = None
 
 
 class StructuralTag(Fields):
@@ -138,7 +164,7 @@ class StructuredOutputs(Fields):
     """`structured_outputs`: what the answer follows, as in vLLM. One of its fields is set."""
 
     json_schema: dict[str, Any] | str | None = Field(default=None, alias="json")
-    json_object: Literal[True] | None = None
+    json_object: OnlyTrue | None = None
     regex: str | None = None
     choice: list[str] | None = None
     grammar: str | None = None
@@ -179,9 +205,9 @@ class StructuredOutputs(Fields):
         if len(text) > MAX_TEXT_BYTES:
             raise InvalidRequest.of(field, f"has {len(text)} characters of at most {MAX_TEXT_BYTES}")
         try:
-            return read(StructuralTags, load_json(text), field)
-        except NotFinite as error:
-            raise InvalidRequest.of(f"{field}.{error.path}", TOO_LARGE) from None
+            return read(StructuralTags, load_unique_json(text), field)
+        except WrongValue as error:
+            raise InvalidRequest.of(f"{field}.{error.path}", error.problem) from None
         except (ValueError, RecursionError):
             raise InvalidRequest.of(field, "is not JSON") from None
 
@@ -275,7 +301,7 @@ class SamplingFields(CacheFields, OptionFields):
     # They change nothing here, or only for whom the request is counted.
     user: str | None = None
     metadata: dict[str, str] | None = None
-    store: Literal[False] | None = None
+    store: OnlyFalse | None = None
     service_tier: Literal["auto", "default"] | None = None
     safety_identifier: str | None = None
 
@@ -289,9 +315,9 @@ class SamplingFields(CacheFields, OptionFields):
     structured_outputs: StructuredOutputs | None = None
 
     @property
-    def guided_field(self) -> str:
-        """The path of what the answer follows, for errors; empty if it follows nothing."""
-        return self.structured_outputs.field if self.structured_outputs else ""
+    def names(self) -> FieldNames:
+        """The names that the body has for fields of the request."""
+        return FieldNames(self.structured_outputs.field if self.structured_outputs else "")
 
     @property
     def wants_usage(self) -> bool:

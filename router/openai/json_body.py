@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from baton.errors import InvalidRequest
-from router.text.json_values import TOO_LARGE, NotFinite, load_json, located, refuse_constant
+from router.text.json_values import WrongValue, load_unique_json, located, refuse_constant
 from rpc.interceptors.counting import TextLimits
 
 MAX_VALUES = 65_536
@@ -50,11 +50,11 @@ def parse(body: bytes, texts: TextLimits | None = None) -> dict[str, Any]:
     Raises InvalidRequest, of the field `body`, or of the one whose text is over the limits.
     """
     try:
-        value = load_json(body) if len(body) <= _PIECE else _LargeBody(body, texts).load()
+        value = load_unique_json(body) if len(body) <= _PIECE else _LargeBody(body, texts).load()
     except UnicodeError:
         raise InvalidRequest.of("body", "is not valid UTF-8, or has half of a surrogate pair") from None
-    except NotFinite as error:
-        raise InvalidRequest.of(error.path or "body", TOO_LARGE) from None
+    except WrongValue as error:
+        raise InvalidRequest.of(error.path or "body", error.problem) from None
     except (ValueError, RecursionError) as error:
         raise InvalidRequest.of("body", f"is not valid JSON: {error}") from None
     if not isinstance(value, dict):
@@ -81,7 +81,7 @@ class _LargeBody:
             found = next(strings, None) if constant.encode() == _STAND_IN else None
             return refuse_constant(constant) if found is None else found
 
-        value = load_json(rest, stand_in)
+        value = load_unique_json(rest, stand_in)
         if next(strings, None) is not None:
             raise ValueError("a string is where none may be")
         value = self._with_images(value)

@@ -6,6 +6,7 @@ from typing import Annotated, Any, Literal, TypeAlias
 from pydantic import Discriminator, Field, Tag
 
 from baton.inference.v1 import generate_pb2, media_pb2
+from router.openai.errors import TurnPlace
 from router.openai.fields import Fields, json_text, refuse
 
 
@@ -225,6 +226,27 @@ def add_items(chat: generate_pb2.ChatInput, items: Sequence[InputItem]) -> None:
                 turn = ChatMessage(role=one.role, content=one.content, reasoning_content=reasoning or None)
                 add_messages(chat, [turn])
         reasoning = ""
+
+
+def turns_of(items: Sequence[InputItem]) -> Sequence[TurnPlace]:
+    """The places of the turns that `add_items` adds."""
+    turns: list[TurnPlace] = []
+    may_go_on = False  # with a call
+    for index, one in enumerate(items):
+        match one:
+            case FunctionCallItem() if may_go_on:
+                continue
+            case ReasoningItem():
+                may_go_on = may_go_on and not any(each.text for each in one.content or [])
+                continue
+            case FunctionCallItem():
+                turns.append(TurnPlace(index, index))
+            case FunctionCallOutput():
+                turns.append(TurnPlace(index, index, "output"))
+            case _:
+                turns.append(TurnPlace(index, index + 1))
+        may_go_on = isinstance(one, FunctionCallItem) or (isinstance(one, InputMessage) and one.role == "assistant")
+    return turns
 
 
 def add_tools(chat: generate_pb2.ChatInput, functions: Sequence[Function], within: str) -> None:

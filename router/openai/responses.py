@@ -12,9 +12,9 @@ from baton.inference.v1 import generate_pb2, sampling_pb2
 from router.openai.call import HttpCall
 from router.openai.chat import FlatNamedTool, ToolMode, format_field, guide, offer_tools
 from router.openai.choices import EVENTS, cache_details, event
-from router.openai.errors import describe
+from router.openai.errors import FieldNames, describe
 from router.openai.fields import CacheFields, Fields, Number, Uint32
-from router.openai.messages import ChatMessage, FlatFunctionTool, InputItem, add_items, add_messages
+from router.openai.messages import ChatMessage, FlatFunctionTool, InputItem, add_items, add_messages, turns_of
 from router.stream.collector import UnaryCollector
 from runtime.threads import let_others_run
 
@@ -73,9 +73,11 @@ class ResponsesRequest(CacheFields):
         return bool(self.store or self.background)
 
     @property
-    def guided_field(self) -> str:
-        """The path of the schema that the answer follows, for errors; empty if it follows none."""
-        return format_field("text.format", self.text.format if self.text else None)
+    def names(self) -> FieldNames:
+        """The names that the body has for fields of the request."""
+        guided = format_field("text.format", self.text.format if self.text else None)
+        items = () if isinstance(self.input, str) else turns_of(self.input)
+        return FieldNames(guided, "max_output_tokens", before=bool(self.instructions), items=items)
 
     @cached_property
     def shown(self) -> bytes:
@@ -234,7 +236,7 @@ class ResponseStream:
 
     async def fail(self, error: BatonError) -> None:
         """Ends the stream with an event that OpenAI's clients raise as an error."""
-        described = describe(error, self._call.guided_field)
+        described = describe(error, self._call.names)
         about = {name: value for name, value in described.items() if name != "type"}
         await self._call.end(self._event("error", {**about, "error": described}))
 

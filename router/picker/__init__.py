@@ -1,5 +1,5 @@
 """The endpoint picker: tells an inference gateway which router to send a request to, by the routing policy.
 
-`server.py` listens; `service.py` speaks Envoy's external processing protocol, whose messages `messages.py` reads and
-makes. `body.py` reads the request that passes the gateway, `picks.py` chooses, and `endpoints.py` has the addresses.
+`service.py` listens and speaks Envoy's external processing protocol, whose messages `messages.py` reads and makes.
+`picks.py` reads the request that passes the gateway, and chooses among the addresses.
 """

@@ -12,9 +12,9 @@ from discovery.pairing import can_hand_over, layout_mismatch, layout_name
 from discovery.record import KEEPS_STREAMS, MOVES_DECODES, Domain
 from router.config import RoutingConfig
 from router.routing.filters import Constraints, EligibleWorkers, Filtered, filter_workers
-from router.routing.loras import prefer_loaded
 from router.routing.policy import Candidates, Placement, Policy, PredictingPolicy, Prediction, RoutingRequest
 from router.routing.prefix.prompt_blocks import PromptHasher
+from router.routing.scoring import prefer_loaded
 from router.workers.cluster import Cluster
 from router.workers.handle import WorkerHandle
 from router.workers.prefetches import can_hand_over_early

@@ -15,9 +15,8 @@ from baton.errors import ConfigError
 from router.config import RouterConfig
 from router.context import RequestTable
 from router.processes import messages
-from router.processes.link import ProcessLink
 from router.processes.merging import collect
-from router.processes.messages import AnyMessage
+from router.processes.messages import AnyMessage, ProcessLink
 from router.processes.siblings import LinkedSiblings, stop_here
 from router.server import Router, host_router
 from runtime.aio import leaf_errors

@@ -8,8 +8,7 @@ from typing import Protocol
 from baton.errors import RequestNotFound, Unavailable
 from baton.inference.v1 import generate_pb2
 from router.context import RequestTable
-from router.processes.link import ProcessLink
-from router.processes.messages import RequestsStopped, StopRequests
+from router.processes.messages import ProcessLink, RequestsStopped, StopRequests
 from rpc.auth.caller import Caller
 
 # More than workers have to confirm.

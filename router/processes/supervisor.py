@@ -10,9 +10,8 @@ import structlog
 from prometheus_client import CollectorRegistry, Metric
 
 from router.config import RouterConfig
-from router.processes.link import LinkLost
 from router.processes.merging import MergedMetrics, collect
-from router.processes.messages import RequestsStopped, StopRequests
+from router.processes.messages import LinkLost, RequestsStopped, StopRequests
 from router.processes.process import PROCESSES, RouterProcess
 from router.processes.siblings import STOP_SECONDS
 from rpc.timeouts import CLEANUP_SECONDS

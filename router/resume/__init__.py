@@ -1,7 +1,7 @@
 """Answers that go on when their router, or their client's connection, is lost.
 
-* `handle.py`: the secret by which a client, and any router, finds an answer again.
-* `keep.py`: what a request asks for, and what a client has of an answer.
+* `handle.py`: the secret by which a client, and any router, finds an answer again; what a request asks for, and what a
+  client has of an answer.
 * `record.py`: what the decode worker of an answer keeps for other routers.
 * `replay.py`: an answer whose first tokens are known: their text again, without what its client has.
 * `finding.py`: the workers that have an answer.

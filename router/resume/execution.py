@@ -8,7 +8,7 @@ from baton.inference.v1 import generate_pb2
 from router.context import RequestContext
 from router.decoding.state import Executor
 from router.execution import RequestExecution
-from router.moving.yielded import Yielded
+from router.moving.decodes import Yielded
 from router.multimodal.prompt import MultimodalPrompt
 from router.resume.replay import ReplayedCompletion
 from router.routing.latency import DecodeTimer

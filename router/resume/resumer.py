@@ -24,8 +24,7 @@ from router.multimodal.prompt import AdoptedPrompt
 from router.pipeline import Pipeline
 from router.resume.attaching import Adopted, Answer, Attacher, Lost, ResumeRequest, first_adopted, known_of
 from router.resume.execution import ResumedExecution
-from router.resume.handle import Handle
-from router.resume.keep import keep_seconds
+from router.resume.handle import Handle, keep_seconds
 from router.resume.replay import ReplayedCompletion
 from router.stream.reply import end_reply
 from router.stream.writer import StreamWriter

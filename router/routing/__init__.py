@@ -4,8 +4,6 @@ policy.py     the Policy interface, and what it sees and returns
 filters.py    which workers are able to run a request, and why the others are not
 policies.py   the simple policies, and how the configuration names one
 scoring.py    load scores, session affinity, data-parallel ranks
-known_loras.py  the adapters that a worker has
-loras.py      prefers workers that have a request's adapter in memory
 retry.py      attempts and the retry budget
 latency.py    the recent speed of a worker
 prefix/       the policy predicted_seconds: prefix caches and learnt costs

@@ -84,7 +84,7 @@ class Attempts:
         self._budget = budget
         self.tried: frozenset[str] = frozenset()  # WorkerRecord.process
         self._failures = 0
-        self._backoff = Backoff(_FIRST_PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS)
+        self._backoff: Backoff | None = None  # after the first failure
 
     @property
     def number(self) -> int:
@@ -123,4 +123,6 @@ class Attempts:
     def pause_seconds(self, error: BatonError) -> float:
         """The next pause: growing, with jitter, and no shorter than an overloaded worker asks for."""
         asked = error.retry_after_seconds if isinstance(error, Overloaded) else 0.0
+        if self._backoff is None:
+            self._backoff = Backoff(_FIRST_PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS)
         return max(self._backoff.next_seconds(), asked * random.uniform(1.0, _JITTER))

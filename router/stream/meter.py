@@ -19,7 +19,7 @@ class _SharedLatencies:
     of_class: Latencies  # the metric of the model and the class of the request
 
     def count(self, seconds: float, tokens: int, now: float) -> None:
-        """See engine_protocol.lane.Latencies."""
+        """Counts tokens that came one by one, as engine_protocol.lane.Latencies does."""
         self.recent.add_repeated(seconds, tokens, now)
         self.of_class.observe(seconds, tokens)
 
@@ -51,9 +51,7 @@ class TokenMeter:
         self._stats = stats
         self._timings = timings
         self._latencies = latencies
-        self._shared: _SharedLatencies | None = (
-            None  # of the running call, once all that a token needs is counted there
-        )
+        self._shared: _SharedLatencies | None = None  # of the call, once all that a token needs is counted there
         self._steps: StepCounter | None = None  # while it counts the tokens that are pushed
         self._token_ids = token_ids
         self._timer: DecodeTimer | None = None  # of the running decode call
@@ -67,7 +65,8 @@ class TokenMeter:
 
     def end_call(self) -> None:
         """Counts all tokens, and ends the timing of the call, also after a failure."""
-        self.settle()
+        if self._pushed_at is not None:
+            self.settle()
         self._stats.completion_tokens = len(self._token_ids)
         self.detokenizing = 0
         if self._timer is not None:
@@ -78,7 +77,8 @@ class TokenMeter:
 
     def detokenized_for(self, nanoseconds: int) -> None:
         """Notes what finding the text of the token that is being pushed took; plain ones have theirs."""
-        self.settle()
+        if self._pushed_at is not None:
+            self.settle()
         self.detokenizing += nanoseconds
 
     def count(self, now: float, steps: StepCounter | None) -> bool:
@@ -130,13 +130,15 @@ class TokenMeter:
 
     def arrived(self, count: int) -> None:
         """Times tokens of the running call that have come together."""
-        self.settle()
+        if self._pushed_at is not None:
+            self.settle()
         assert self._timer is not None
         self._timer.got_tokens(count)
 
     def detokenized(self, started: float, count: int) -> None:
         """Counts tokens of a response that were turned into text since `started`, of time.perf_counter."""
-        self.settle()
+        if self._pushed_at is not None:
+            self.settle()
         self._stats.completion_tokens = len(self._token_ids)
         self._latencies.observe(self._timings.detokenized(started), count)
 

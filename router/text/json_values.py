@@ -1,7 +1,9 @@
-"""JSON that clients send: numbers that no JSON holds are refused, each by its path."""
+"""JSON that clients send: numbers that no JSON holds, and names given twice, are refused, each by its path."""
 
 import json
+from collections import Counter
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from math import isinf
 from typing import Any, NoReturn
 
@@ -9,15 +11,24 @@ from runtime.threads import let_others_run
 
 _LONGEST_NAME = 80  # in a path
 _LARGE = 64 * 1024  # of a text, in which numbers may take milliseconds
-TOO_LARGE = "is a number beyond those of 64-bit floating point"
+_TOO_LARGE = "is a number beyond those of 64-bit floating point"
+_REPEATED = "is given more than once"
 
 
-class NotFinite(ValueError):
-    """A number such as 1e999, which would be read as an infinity. `path` is where it is in the value."""
+class WrongValue(ValueError):
+    """A value that would be read as another one. `path` is where it is."""
 
-    def __init__(self, path: str) -> None:
-        super().__init__(f"{path or 'it'} {TOO_LARGE}")
+    def __init__(self, path: str, problem: str) -> None:
+        super().__init__(f"{path or 'it'} {problem}")
         self.path = path
+        self.problem = problem
+
+
+@dataclass(frozen=True, slots=True)
+class _Repeated:
+    """Stands for an object that has this name more than once."""
+
+    name: str
 
 
 def refuse_constant(constant: str) -> NoReturn:
@@ -30,9 +41,10 @@ def load_json(
     constant: Callable[[str], Any] = refuse_constant,
     pairs: Callable[[list[tuple[str, Any]]], Any] | None = None,
 ) -> Any:
-    """The value of a text. Lets other threads run. Raises NotFinite, ValueError and RecursionError.
+    """The value of a text. Lets other threads run. Raises WrongValue for a number such as 1e999, ValueError and
+    RecursionError.
 
-    A ValueError is a UnicodeError for what is not UTF-8, or has half of a surrogate pair.
+    Any other ValueError is a UnicodeError for what is not UTF-8, or has half of a surrogate pair.
 
     `constant` and `pairs` read what json.loads calls so.
     """
@@ -58,7 +70,27 @@ def load_json(
     if "\\ud" in text or "\\uD" in text:
         require_pairs(value)
     if has_infinite:
-        raise NotFinite(next((path for path, _ in located(value, _is_infinite)), ""))
+        raise WrongValue(next((path for path, _ in located(value, _is_infinite)), ""), _TOO_LARGE)
+    return value
+
+
+def load_unique_json(text: str | bytes, constant: Callable[[str], Any] = refuse_constant) -> Any:
+    """As load_json. Raises WrongValue for a name that an object has more than once, too."""
+    has_repeated = False
+
+    def unique(pairs: list[tuple[str, Any]]) -> Any:
+        nonlocal has_repeated
+        found = dict(pairs)
+        if len(found) == len(pairs):
+            return let_others_run(found)
+        has_repeated = True
+        counts = Counter(name for name, _ in pairs)
+        return _Repeated(next(name for name, count in counts.items() if count > 1))
+
+    value = load_json(text, constant, unique)
+    if has_repeated:
+        path, one = next(located(value, lambda inner: isinstance(inner, _Repeated)))
+        raise WrongValue(f"{path}.{one.name[:_LONGEST_NAME]}" if path else one.name[:_LONGEST_NAME], _REPEATED)
     return value
 
 

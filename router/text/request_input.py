@@ -7,6 +7,7 @@ import json
 import math
 import re
 from collections.abc import Iterator, Sequence
+from itertools import chain
 
 from google.protobuf import json_format, struct_pb2
 
@@ -15,10 +16,11 @@ from baton.inference.v1 import generate_pb2
 from router.config import LimitsConfig
 from router.text import media_validation as media
 from router.text.chat_template import LONGEST_SECONDS, ImagePart, Turn
-from router.text.json_values import TOO_LARGE, NotFinite, load_json
+from router.text.json_values import WrongValue, load_json
 from router.text.served_model import ServedModel
 from router.text.tokenizer import Tokenizer
 from rpc.violations import Violations
+from runtime.threads import in_pieces
 
 _NAME = re.compile(r"[A-Za-z0-9_.\-]{1,64}")
 _NAME_RULE = "must be 1 to 64 letters, digits, or any of _ . -"
@@ -35,7 +37,7 @@ def tokenize(
     """
     match request.WhichOneof("input"):
         case "token_ids":
-            ids = tuple(request.token_ids.ids[:])
+            ids = tuple(chain.from_iterable(in_pieces(request.token_ids.ids)))
         case "chat":
             ids = tuple(encode_chat(request.chat, model, template_seconds, request.routing.cache_salt)[0])
         case _:
@@ -123,9 +125,12 @@ def check_chat(chat: generate_pb2.ChatInput, model: ServedModel, violations: Vio
         length += _check_message(f"chat.messages[{index}]", message, violations)
         if violations.is_full:
             return
+    places: dict[str, int] = {}
     for index, tool in enumerate(chat.tools):
         length += len(tool.description) + len(tool.parameters)
         violations.require(bool(_NAME.fullmatch(tool.name)), f"chat.tools[{index}].name", _NAME_RULE)
+        first = places.setdefault(tool.name, index)
+        violations.require(first == index, f"chat.tools[{index}].name", f"is that of tool {first}, too")
         if tool.parameters:
             _check_object(f"chat.tools[{index}].parameters", tool.parameters, violations)
     _check_length("chat.messages", length, model, violations)
@@ -182,8 +187,8 @@ def _check_object(path: str, text: str, violations: Violations) -> None:
     """Notes a text that is not a JSON object, or has a number that is none."""
     try:
         is_object = isinstance(load_json(text), dict)
-    except NotFinite as error:
-        violations.add(f"{path}.{error.path}", TOO_LARGE)
+    except WrongValue as error:
+        violations.add(f"{path}.{error.path}", error.problem)
         return
     except UnicodeError:
         violations.add(path, "has half of a surrogate pair")

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 
 from baton.engine.v1 import worker_pb2
 from baton.inference.v1 import generate_pb2, model_pb2
-from router.text.parsing.reasoning import ReasoningParser
+from router.text.parsing.parts import ReasoningParser
 from router.text.parsing.registry import AnswerParser
 from router.text.tokenizer import Tokenizer
 

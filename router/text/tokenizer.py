@@ -11,7 +11,7 @@ from router.text.chat_template import LONGEST_SECONDS, ChatTemplate, Turn
 from router.text.detokenizer import ByteTokens, Detokenizer, WholeCharacters
 from router.text.encoding.encoder import Encoder
 from router.text.parsing.formats import ToolFormat
-from router.text.parsing.reasoning import BEGIN, END
+from router.text.parsing.parts import BEGIN, END
 from router.text.parsing.registry import format_of
 from router.text.token_messages import TokenTexts
 

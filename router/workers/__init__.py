@@ -4,8 +4,7 @@ cluster.py       Cluster: all registered workers, and the models that they serve
 handle.py        WorkerHandle: one worker's stubs, health and load; its calls share a stream if it offers that
 calls.py         WorkerCalls: the Prefill, Decode and Release calls of one request
 role_calls.py    a call of a role to one worker after another, until one has answered
-destinations.py  Destination: what a decode worker allocates before the prompt is computed
-prefix_sources.py  where a worker is to borrow the beginning of a prompt, and what came of it
+destinations.py  Destination: what a decode worker allocates early; where it may borrow a prompt's beginning
 prefetches.py    Prefetch: a decode worker reads KV while its prompt is computed
 replies.py       checks what workers answer, and suspends those that answer wrong
 aborts.py        stops calls on workers
@@ -14,5 +13,5 @@ offer.py         Offer: what all of this offers, for GetServerInfo
 spans.py         the attributes of spans that name workers
 
 watching/    one worker as its router watches it: health, load, and the calls that wait for it
-operations/  what operators do with workers: adapters, drains, moves, changes of a role
+operations.py    what operators do with workers: adapters, drains, moves, changes of a role
 """

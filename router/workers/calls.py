@@ -29,9 +29,8 @@ from router.recording.notes import AttemptNote
 from router.routing.policy import Placement
 from router.telemetry.stages import CallTiming, name_of
 from router.workers.aborts import abort_unanswered
-from router.workers.destinations import Destination, DestinationLost
+from router.workers.destinations import Destination, DestinationLost, prefix_source
 from router.workers.handle import WorkerHandle
-from router.workers.prefix_sources import prefix_source
 from router.workers.replies import of_worker
 from router.workers.spans import prefill_attributes, worker_attributes
 from router.workers.watching.waiting_calls import Waiting
@@ -353,6 +352,7 @@ async def answer_of(answer: Awaitable[Answer], worker: WorkerHandle, call_id: st
         with worker.calls.interruptible(waiting):
             return await answer
     except (asyncio.CancelledError, DeadlineExceeded):
+        waiting.give_up()
         await abort_unanswered(worker, call_id)
         raise
 

@@ -25,14 +25,13 @@ from discovery.registry import WorkerRecord
 from engine_protocol.multiplex.channel import multiplexed, separate
 from engine_protocol.multiplex.peer_stream import StreamDialer
 from router.config import ProbeConfig
-from router.routing.known_loras import KnownLoras
 from router.routing.latency import WorkerLatency
+from router.routing.policy import KnownLoras
 from router.routing.scoring import Ranks
 from router.text.served_model import ServedModel
 from router.workers.loras import watch_loras
-from router.workers.watching.corrected_load import CorrectedLoad
 from router.workers.watching.health import WorkerHealth
-from router.workers.watching.report_stream import ReportStream
+from router.workers.watching.report_stream import CorrectedLoad, ReportStream
 from router.workers.watching.waiting_calls import Backlog, WaitingCalls
 from rpc.channels import Dial
 from runtime.aio import TaskGroup

@@ -15,7 +15,7 @@ from baton.inference.v1 import lora_pb2
 from discovery.backoff import Backoff
 from discovery.record import LORA
 from discovery.registry import WorkerRecord
-from router.routing.known_loras import KnownLoras
+from router.routing.policy import KnownLoras
 from router.telemetry import metrics
 from router.text.served_model import ServedModel
 

@@ -21,9 +21,13 @@ class Prefetch:
         """`call` is made by a task, which may be cancelled before it has begun."""
         self._task = asyncio.ensure_future(_quietly(call, call_id))
 
+    def cancel(self) -> None:
+        """Begins to free what no decode has taken."""
+        self._task.cancel()
+
     async def end(self) -> None:
         """Frees what no decode has taken, even during a cancellation."""
-        self._task.cancel()
+        self.cancel()
         await wait_until_done(self._task)
 
 

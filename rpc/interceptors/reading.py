@@ -21,6 +21,7 @@ from baton_http2.server.methods import Behaviour, Context
 from rpc.interceptors.calls import record_size
 from rpc.interceptors.counting import TextLimits, count_fields
 from rpc.interceptors.wire import find_fault
+from runtime.garbage import forget_content
 
 Deserializer = Callable[[bytes | bytearray], Any]
 # The limits of the texts in a message; None if there are none. Called for each large message, in another thread.
@@ -152,6 +153,9 @@ class Reader:
             return MalformedRequest(error)
         except DecodeError:
             return _fault(descriptor, plain)
+        finally:
+            if isinstance(wire, bytearray):
+                forget_content(wire)
 
     def _decompressed(self, wire: bytes | bytearray) -> bytes:
         if not self._limits.accepts_gzip:

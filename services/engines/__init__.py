@@ -1,6 +1,6 @@
 """Engines: pytorch/, simulated/, vllm/, trtllm/ (experimental), and what they have in common.
 
-base.py           the Protocols of engines and encoders, facts and load
+base.py           the Protocols of engines, encoders and embedders, facts and load
 registry.py       the kinds of engines
 context.py        the base of configurations, and what a worker passes to its engine
 prompt.py         prompts, media and sampling parameters
@@ -16,7 +16,6 @@ kv_events.py      events of prefix caches
 lora/             adapters in PEFT's layout: reading them, and keeping account of them
 external/         what engines have in common that transfer KV themselves
 canary.py         test requests to an idle engine
-embedding.py      the Protocol of embedders, which turn texts into vectors
 diffusion.py      the Protocol of engines that draw pictures
 diffusers/        the engine of diffusion pipelines
 generation.py     a running generation, which is iterated over or pulled, and aborted by closing it

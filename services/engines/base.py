@@ -3,13 +3,17 @@
 An engine never imports grpc and never sees text. Close the generator of `decode`, or cancel the task that awaits
 `prefill` or `reserve`, to abort a request: the abort has ended when the blocks are free again. The tests in
 tests/services/engines/contract/ define what an engine must do.
+
+The Protocol of embedders, which turn texts into vectors.
 """
 
 from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass, field
 from types import TracebackType
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Protocol, TypeAlias
 
+import numpy
+from numpy.typing import NDArray
 from typing_extensions import Self
 
 from baton.errors import EngineFailed, Unsupported
@@ -345,3 +349,16 @@ class Engine(PrefillEngine, DecodeEngine, Protocol):
         """Reserves blocks for a pull. Raises Unsupported unless the engine has a pool. See DecodeEngine."""
         del prompt, num_tokens
         raise Unsupported(f"the {self.facts.engine} engine has no pool to pull KV into")
+
+
+Vector: TypeAlias = NDArray[numpy.float32]
+
+
+class TextEmbedder(EnginePart, Protocol):
+    """An embedder, whose facts have `embedding`."""
+
+    async def embed(self, inputs: Sequence[Sequence[int]]) -> Sequence[Vector]:
+        """Returns a vector of `dimensions` numbers for each input, in order; not normalized.
+
+        Each input has from 1 to `max_input_tokens` ids of the vocabulary. Cancelling drops the call if it waits.
+        """

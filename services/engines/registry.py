@@ -9,11 +9,10 @@ from importlib.util import find_spec
 from typing import Any
 
 from baton.errors import ConfigError
-from services.engines.base import Encoder, Engine
+from services.engines.base import Encoder, Engine, TextEmbedder
 from services.engines.context import EngineConfig, EngineContext, RankProgress
 from services.engines.diffusers.config import DiffusionConfig
 from services.engines.diffusion import Diffuser
-from services.engines.embedding import TextEmbedder
 from services.engines.pytorch.config import PyTorchConfig
 from services.engines.simulated.config import SimulatedConfig
 from services.engines.trtllm.config import TrtllmConfig

@@ -1,16 +1,23 @@
-"""The reader's side of a leased embedding: pull, then confirm that the lease still holds."""
+"""The reader's side of a leased embedding: pull, then confirm that the lease still holds.
 
+The pool of large embeddings that wait for their readers: fixed-size blocks, which other processes can map.
+"""
+
+import heapq
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 
-from baton.errors import EmbeddingLost, HandoffLost, LayoutMismatch, StaleEpoch
+from baton.errors import EmbeddingLost, HandoffLost, LayoutMismatch, Overloaded, StaleEpoch
 from baton.inference.v1 import timing_pb2
 from rpc.timeouts import EMBEDDING_TRANSFER_SECONDS
 from rpc.tracing.span import stage_span
 from runtime.aio import run_with_background
 from runtime.clock import monotonic, perf_counter
 from services.engines.base import ModelFacts
-from services.engines.memory.scratch import Scratch
+from services.engines.kv import BlockMemory, KvLayout
+from services.engines.memory.shared_pool import OwnedBlocks, Scratch, SharedPool
+from services.engines.prompt import Embedding
 from services.handoff import spans as traces
 from services.handoff.peers import OwnerConnection, Peers, Pool
 from services.handoff.remote_handoff import LeasedBlocks, check_blocks
@@ -93,3 +100,55 @@ class EmbeddingPuller:
                 f"of this model it would be {layout.digest}"
             )
         return await owner.pool(leased, self._transports, layout)
+
+
+_RETRY_SECONDS = 1.0
+
+
+class EmbeddingPool:
+    """Blocks of one layout, as many as fit in `pool_bytes`. A context manager: leaving closes the memory."""
+
+    def __init__(self, layout: KvLayout, pool_bytes: int) -> None:
+        self.layout = layout
+        self._num_blocks = max(1, pool_bytes // layout.block_bytes)
+        # Lowest ids first, so that the blocks of an embedding are neighbours and are read in one piece.
+        self._free = list(range(self._num_blocks))
+        self._open = ExitStack()
+
+    def __enter__(self) -> "EmbeddingPool":
+        self._memory = self._open.enter_context(SharedPool(self._num_blocks, self.layout.block_bytes))
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._open.close()
+
+    @property
+    def memory(self) -> BlockMemory:
+        return self._memory
+
+    @property
+    def total(self) -> int:
+        return self._num_blocks
+
+    @property
+    def used(self) -> int:
+        return self._num_blocks - len(self._free)
+
+    def store(self, embedding: Embedding) -> OwnedBlocks:
+        """Copies an embedding into blocks. Raises Overloaded if there are not enough."""
+        size = self.layout.block_bytes
+        count = -(-len(embedding.data) // size)
+        if count > len(self._free):
+            text = f"the embedding needs {count} blocks and {len(self._free)} of {self._num_blocks} are free"
+            raise Overloaded(text, retry_after_seconds=_RETRY_SECONDS)
+        blocks = tuple(heapq.heappop(self._free) for _ in range(count))
+        for index, block in enumerate(blocks):
+            part = embedding.data[index * size : (index + 1) * size]
+            self._memory.block(block)[: len(part)] = part
+        return OwnedBlocks(blocks, embedding.shape[0], self.free)
+
+    def free(self, blocks: tuple[int, ...]) -> int:
+        """Frees blocks; returns how many."""
+        for block in blocks:
+            heapq.heappush(self._free, block)
+        return len(blocks)

@@ -3,9 +3,11 @@
 import asyncio
 import random
 
+import pytest
 from support.clients.baton_command import Baton
 from support.cluster.in_process import FAST_ROUTER, Bench, bench
 from support.engines.checkpoints import DEMO
+from support.engines.tier_loads import always_loaded
 from support.eventually import PATIENCE_SECONDS
 
 from baton.inference.v1 import cluster_service_pb2, generate_pb2, sampling_pb2
@@ -14,10 +16,13 @@ from runtime.aio import timeout
 from services.config import HandoffConfig, WorkerConfig
 from services.engines.pytorch.config import PyTorchConfig
 
+__all__ = ["always_loaded"]
+
 ROUTER = FAST_ROUTER.model_copy(update={"routing": RoutingConfig(policy="predicted_seconds")})
+TIERS = {"host_bytes": 64 << 20, "load_patience_seconds": 60}
 # A block of the demo is 48 KiB: the pool holds two prompts.
 ENGINE = PyTorchConfig.model_validate(
-    {"model": DEMO, "name": "demo", "threads": 1, "kv_cache_bytes": 2 << 20, "tiers": {"host_bytes": 64 << 20}}
+    {"model": DEMO, "name": "demo", "threads": 1, "kv_cache_bytes": 2 << 20, "tiers": TIERS}
 )
 WORKER = WorkerConfig(
     worker_id="d1", roles=("decode",), engine=ENGINE, handoff=HandoffConfig(lease_seconds=5.0), drain_seconds=0
@@ -41,6 +46,20 @@ async def candidate(running: Bench, seed: int) -> cluster_service_pb2.RouteCandi
     return found
 
 
+async def until_below(running: Bench) -> None:
+    """Waits until the router knows the first prompt in the host memory."""
+    try:
+        async with timeout(PATIENCE_SECONDS):
+            while True:
+                found = await candidate(running, 0)
+                if found.host_tokens == found.cached_tokens == 288 and found.load_seconds > 0:
+                    return
+                await asyncio.sleep(0.02)
+    except TimeoutError:
+        raise AssertionError(f"not in host memory: {found}") from None
+
+
+@pytest.mark.usefixtures("always_loaded")
 async def test_a_prompt_that_went_to_host_memory_is_explained_loaded_and_counted(baton: Baton) -> None:
     async with bench(WORKER, router=ROUTER) as running:
         first = await running.generate(**request(0))
@@ -48,13 +67,7 @@ async def test_a_prompt_that_went_to_host_memory_is_explained_loaded_and_counted
         for seed in range(1, 5):
             await running.generate(**request(seed))
 
-        async def is_below() -> bool:
-            found = await candidate(running, 0)
-            return found.host_tokens == 288 and found.cached_tokens == 288 and found.load_seconds > 0
-
-        async with timeout(PATIENCE_SECONDS):
-            while not await is_below():  # noqa: ASYNC110
-                await asyncio.sleep(0.02)
+        await until_below(running)
         again = await running.generate(**request(0))
         assert again.token_ids == first.token_ids
         assert again.finished.usage.cached_tokens == again.finished.usage.host_cached_tokens == 288

@@ -19,6 +19,9 @@ def test_the_event_loop_does_not_read_a_large_request_itself(name: str) -> None:
     with ThreadPoolExecutor(1) as threads:
         deserialize = Reader(ReadLimits(64 * MIB, MOST), threads).deserializer(pb.GenerateRequest.FromString)
         assert deserialize is not None
-        started = time.thread_time()
-        deserialize(TOO_MANY[name])
-        assert time.thread_time() - started < here(0.005)
+        seconds = []
+        for _ in range(3):
+            started = time.thread_time()
+            deserialize(TOO_MANY[name])
+            seconds.append(time.thread_time() - started)
+        assert min(seconds) < here(0.005)

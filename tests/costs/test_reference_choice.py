@@ -11,8 +11,7 @@ from support.clock import ManualClock
 from baton.engine.v1 import prompt_pb2
 from baton.inference.v1 import cluster_service_pb2, generate_pb2
 from discovery.record import WorkerRecord
-from router.routing.known_loras import KnownLoras
-from router.routing.policy import Candidates, Prediction, PromptBlocks, RoutingRequest, can_hand_over
+from router.routing.policy import Candidates, KnownLoras, Prediction, PromptBlocks, RoutingRequest, can_hand_over
 from router.routing.prefix.cost import RelativeCost
 from router.routing.prefix.predicted import PredictedSeconds
 from router.routing.prefix.prefix_caches import Cache

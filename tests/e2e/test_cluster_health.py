@@ -7,15 +7,16 @@ from typing import Any
 
 from support.clients.scraping import get_health
 from support.cluster.fleet import PATIENT, FleetPlan, shared_fleet
+from support.eventually import PATIENCE_SECONDS
 from support.servers.etcd import EtcdServer
 
 NONE = {"ready": 0, "unhealthy": 0, "draining": 0}
 ONE = {"ready": 1, "unhealthy": 0, "draining": 0}
 
 
-def until_health(address: str, code: int, report: Any, seconds: float = 20) -> None:
+def until_health(address: str, code: int, report: Any) -> None:
     """Waits for this report of a router, besides which it says how it knows each worker's cache."""
-    deadline = time.monotonic() + seconds
+    deadline = time.monotonic() + PATIENCE_SECONDS
     while (said := without_caches(*get_health(address))) != (code, report):
         assert time.monotonic() < deadline, said
         time.sleep(0.05)

@@ -13,7 +13,7 @@ ENGINE = "engine={kind: simulated, name: demo, num_blocks: 256, block_bytes: 64}
 
 
 async def test_requests_are_served_and_a_killed_worker_leaves(tmp_path: Path) -> None:
-    registry = f"registry={{kind: file, folder: {tmp_path / 'registry'}, lease_ttl_seconds: 1, poll_seconds: 0.05}}"
+    registry = f"registry={{kind: file, folder: {tmp_path / 'registry'}, lease_ttl_seconds: 2, poll_seconds: 0.05}}"
     no_etcd = f"127.0.0.1:{free_port()}"
     plan = FleetPlan("without-etcd", no_etcd, (ENGINE, registry), (registry,), prefill=2, decode=1)
     async with fleet(plan, tmp_path) as running:

@@ -40,7 +40,6 @@ class Served:
     scope="module",
     params=[
         ("demo", NEAR),
-        ("demo", "tcp"),
         ("llama", "nixl" if INSTALLED and DEVICE == "cpu" else NEAR),
         ("qwen3", "tcp"),
     ],

@@ -71,7 +71,7 @@ async def reached(outcomes: list[Outcome], tokens: int) -> None:
         await asyncio.sleep(0.002)
 
 
-@pytest.mark.timeout(170)
+@pytest.mark.timeout(300)
 async def test_a_killed_decode_goes_on_with_the_same_sampling(shared_etcd: EtcdServer, tmp_path: Path) -> None:
     plan = FleetPlan("embedded-kill", shared_etcd.endpoint, WORKER, ROUTER, prefill=1)
     async with fleet(plan, tmp_path) as running:

@@ -48,7 +48,7 @@ async def _lose_in_turn(routers: Sequence[Node], report: Report) -> None:
     await asyncio.sleep(1.0)
 
 
-@pytest.mark.timeout(500 if _FULL else 170)
+@pytest.mark.timeout(500 if _FULL else 300)
 async def test_clients_of_openais_streams_lose_nothing_either(shared_etcd: EtcdServer, tmp_path: Path) -> None:
     worker = (_SIMULATED, "handoff.lease_seconds=2", "drain_seconds=1")
     plan = FleetPlan("lost-sse", shared_etcd.endpoint, worker, _ROUTER, prefill=1, decode=2, routers=2, openai=True)
@@ -63,7 +63,7 @@ async def test_clients_of_openais_streams_lose_nothing_either(shared_etcd: EtcdS
         await _orphans_end(running)
 
 
-@pytest.mark.timeout(500 if _FULL else 170)
+@pytest.mark.timeout(500 if _FULL else 300)
 @pytest.mark.parametrize("engine", ["simulated", "embedded"] if _FULL else ["embedded"])
 async def test_routers_that_are_killed_and_paused_lose_no_stream(
     engine: str, shared_etcd: EtcdServer, tmp_path: Path
@@ -87,7 +87,7 @@ async def test_routers_that_are_killed_and_paused_lose_no_stream(
         await _orphans_end(running)
 
 
-@pytest.mark.timeout(500 if _FULL else 170)
+@pytest.mark.timeout(500 if _FULL else 300)
 async def test_a_router_and_a_worker_killed_together_lose_no_stream(shared_etcd: EtcdServer, tmp_path: Path) -> None:
     worker = (_SIMULATED, "handoff.lease_seconds=2", "drain_seconds=1")
     plan = FleetPlan("lost-both", shared_etcd.endpoint, worker, _ROUTER, prefill=1, decode=2, routers=2)

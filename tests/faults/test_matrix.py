@@ -32,7 +32,7 @@ ROUTER = (
 )
 
 
-@pytest.mark.timeout(3600 if FULL else 170)
+@pytest.mark.timeout(3600 if FULL else 300)
 @pytest.mark.parametrize("transport", ["shm", NIXL, "tcp"] if FULL else ["shm", "tcp"])
 async def test_whatever_happens_nothing_is_lost_and_nothing_leaks(
     transport: str, shared_etcd: EtcdServer, tmp_path: Path

@@ -134,7 +134,7 @@ async def test_a_process_that_is_paused_or_cut_off_during_a_move_costs_no_token(
                 await _restored(running)
 
 
-@pytest.mark.timeout(170)
+@pytest.mark.timeout(300)
 async def test_routers_that_are_killed_while_streams_move_lose_none(shared_etcd: EtcdServer, tmp_path: Path) -> None:
     async with _fleet(shared_etcd, tmp_path, "moves-routers", routers=2) as running:
         routers = [node for node in running.nodes.values() if node.role == "router"]

@@ -29,7 +29,7 @@ async def restart(fleet: Fleet, name: str) -> int:
     return exit_code
 
 
-@pytest.mark.timeout(120)
+@pytest.mark.timeout(240)
 @pytest.mark.parametrize("drain_seconds", DRAINS)
 async def test_a_rolling_restart_under_load_costs_no_request(
     drain_seconds: float, shared_etcd: EtcdServer, tmp_path: Path

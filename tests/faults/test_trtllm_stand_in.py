@@ -49,7 +49,7 @@ def cells(slow: str) -> list[Cell]:
     return found + [Cell("client", step, what) for what in by_client for step in steps]
 
 
-@pytest.mark.timeout(1200 if FULL else 170)
+@pytest.mark.timeout(1200 if FULL else 300)
 @pytest.mark.parametrize("slow", SLOW if FULL else ["transfer"])
 async def test_whatever_happens_to_kv_that_engines_move_nothing_is_lost(
     slow: str, shared_etcd: EtcdServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

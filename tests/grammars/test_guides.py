@@ -52,6 +52,11 @@ def test_a_keyword_that_is_not_supported_is_named_with_its_path(schema: dict[str
         ({"regex": "(?=a)a"}, "guided.regex", "look-around"),
         ({"grammar": 'start: missing "a"'}, "guided.grammar", "unknown name"),
         ({"grammar": "root ::= ("}, "guided.grammar", "GBNF"),
+        ({"grammar": "root ::= missing"}, "guided.grammar", "'missing' not found"),
+        ({"grammar": 'first ::= "a"'}, "guided.grammar", "No 'root' rule"),
+        ({"grammar": ""}, "guided.grammar", "No 'root' rule"),
+        # Its error would be cut within a character.
+        ({"json_schema": '{"maxLength": {"a": "x' + "é" * 60 + '"}}'}, "guided.json_schema", "cannot be compiled"),
         ({"choice": {}}, "guided.choice.texts", "1 to 1000"),
         ({"choice": {"texts": ["a", ""]}}, "guided.choice.texts[1]", "is empty"),
         ({"structural_tags": {}}, "guided.structural_tags.tags", "1 to 128"),

@@ -11,7 +11,7 @@ from support.clock import ManualClock
 from support.cluster.processes import ROOT
 
 from runtime import garbage
-from runtime.garbage import FullCollections, collect_rarely
+from runtime.garbage import FullCollections, collect_rarely, forget_content, resident_bytes
 
 
 def test_a_million_objects_that_live_are_not_all_looked_at_again() -> None:
@@ -136,3 +136,19 @@ def test_a_process_that_returns_large_memory_keeps_none_of_what_threads_have_rea
         for returns in (False, True)
     }
     assert kept[True] < 4 * MEBIBYTE < kept[False]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="of Linux")
+def test_the_memory_of_a_buffer_is_given_back_before_the_buffer_is_dropped() -> None:
+    content = bytearray(b"x" * 64) * MEBIBYTE
+    del content[:5]  # as of a message, which begins after its length
+    before = resident_bytes()
+    forget_content(content)
+    assert before - resident_bytes() > 60 * MEBIBYTE
+    assert len(content) == 64 * MEBIBYTE - 5
+
+
+def test_a_small_buffer_stays_as_it_is() -> None:
+    content = bytearray(b"x" * 1000)
+    forget_content(content)
+    assert content == b"x" * 1000

@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from runtime.threads import let_others_run, switch_often
+from runtime.threads import in_pieces, let_others_run, switch_often
 
 
 def test_python_code_in_threads_gives_the_interpreter_up_after_a_millisecond() -> None:
@@ -42,3 +42,10 @@ def test_a_thread_lets_others_run_at_some_of_many_calls(slept: list[float]) -> N
     thread.start()
     thread.join()
     assert len(slept) >= 3
+
+
+@pytest.mark.parametrize("count", [0, 1, 32_768, 100_000])
+def test_the_pieces_of_ids_are_all_of_them_in_their_order(count: int) -> None:
+    pieces = [*in_pieces(range(count))]
+    assert [each for piece in pieces for each in piece] == [*range(count)]
+    assert all(0 < len(piece) <= 32_768 for piece in pieces)

@@ -83,7 +83,7 @@ def hang_module(worker: Worker, going_on: threading.Event) -> Callable[[], bool]
 async def test_an_idle_engine_that_hangs_is_not_serving_and_serves_again_when_it_answers(
     role: str, hang: Callable[[Worker, threading.Event], Callable[[], bool]]
 ) -> None:
-    seconds, going_on = 4.0, threading.Event()
+    seconds, going_on = 2.0, threading.Event()
     async with served((role,), canary_seconds=seconds, canary_patience_seconds=60.0) as worker:
         # One test has been answered.
         part = worker.engine or worker.engines.part("embedder") or worker.engines.encoding.encoder  # type: ignore[union-attr]

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from support.clients.worker_calls import Decoded, calls_to, decode_request
 from support.cluster.workers import LEASE_SECONDS, Running, Starter, worker_process
-from support.eventually import eventually
+from support.eventually import PATIENCE_SECONDS, eventually
 from support.lifetimes import in_one_task
 
 from baton.calls import stream
@@ -138,6 +138,7 @@ async def test_a_delay_is_one(prefill: Running) -> None:
 @pytest.mark.parametrize("point", ["queue", "prefill", "held"])
 async def test_a_hang_lasts_until_it_is_cancelled(prefill: Running, point: str) -> None:
     request = asyncio.create_task(prefill.calls.prefill(metadata=((FAULT_KEY, f"hang@{point}"),)))
+    await eventually(lambda: prefill.worker.drainer.progress.running == 1)
     await asyncio.sleep(0.2)
     assert not request.done()
     assert (await prefill.calls.abort()).found
@@ -159,7 +160,7 @@ async def test_a_crash_is_the_processs(tmp_path: Path) -> None:
         async with calls_to(worker.address) as calls:
             with pytest.raises(Unavailable):
                 await calls.decode(decode_request(), metadata=((FAULT_KEY, "crash@decode:3"),))
-        assert await asyncio.to_thread(worker.popen.wait, 10) == -signal.SIGKILL
+        assert await asyncio.to_thread(worker.popen.wait, PATIENCE_SECONDS) == -signal.SIGKILL
 
 
 async def test_a_frozen_worker_answers_no_call(tmp_path: Path) -> None:

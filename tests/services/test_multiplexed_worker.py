@@ -80,7 +80,7 @@ async def test_timings_say_what_the_steps_took(start: Starter, sharing: Sharing)
 
 async def test_an_abort_stops_a_call_and_says_what_it_freed(start: Starter, sharing: Sharing) -> None:
     async with start("decode", decode_step_seconds=0.01) as decode, sharing(decode) as calls:
-        call = calls.decodes.Decode(decode_request(max_tokens=100, text=b"x" * 40))
+        call = calls.decodes.Decode(decode_request(max_tokens=800, text=b"x" * 40))
         async with aclosing(stream(call)) as answers:
             async for answer in answers:
                 if answer.HasField("tokens"):
@@ -96,7 +96,7 @@ async def test_an_abort_stops_a_call_and_says_what_it_freed(start: Starter, shar
 
 async def test_leaving_a_call_frees_its_blocks(start: Starter, sharing: Sharing) -> None:
     async with start("decode", decode_step_seconds=0.01) as decode, sharing(decode) as calls:
-        async with aclosing(stream(calls.decodes.Decode(decode_request(max_tokens=100)))) as answers:
+        async with aclosing(stream(calls.decodes.Decode(decode_request(max_tokens=800)))) as answers:
             async for answer in answers:
                 if answer.HasField("tokens"):
                     break
@@ -104,10 +104,10 @@ async def test_leaving_a_call_frees_its_blocks(start: Starter, sharing: Sharing)
 
 
 async def test_the_end_of_the_stream_frees_the_blocks_of_all_its_calls(start: Starter, sharing: Sharing) -> None:
-    async with start("decode", decode_step_seconds=0.01) as decode:
+    async with start("decode", decode_step_seconds=0.01, num_blocks=512) as decode:
         async with sharing(decode) as calls:
             running = [
-                asyncio.create_task(calls.decode(decode_request(request_id=f"r{number}", max_tokens=100)))
+                asyncio.create_task(calls.decode(decode_request(request_id=f"r{number}", max_tokens=1000)))
                 for number in range(4)
             ]
             await eventually(lambda: decode.worker.engines.load().running == 4)
@@ -120,7 +120,7 @@ async def test_a_request_that_runs_already_is_refused_with_its_stage_and_worker(
     start: Starter, sharing: Sharing
 ) -> None:
     async with start("decode", decode_step_seconds=0.01) as decode, sharing(decode) as calls:
-        running = asyncio.create_task(calls.decode(decode_request(max_tokens=100)))
+        running = asyncio.create_task(calls.decode(decode_request(max_tokens=800)))
         await eventually(lambda: decode.worker.engines.load().running == 1)
         with pytest.raises(RequestExists) as caught:
             await calls.decode(decode_request())

@@ -13,6 +13,7 @@ from google.protobuf.duration_pb2 import Duration
 from support.clients.worker_calls import WorkerCalls, calls_to, decode_request
 from support.cluster.processes import ROOT
 from support.cluster.workers import LEASE_SECONDS, worker_process
+from support.eventually import PATIENCE_SECONDS
 from support.servers.etcd import free_port
 
 from baton.engine.v1 import worker_pb2
@@ -65,7 +66,7 @@ async def test_sigterm_lets_what_runs_finish_and_exits_with_0(tmp_path: Path) ->
             while (answer := await call.read()) and answer.WhichOneof("event") != "finished":
                 received += len(answer.tokens.token_ids)
             assert received == 40
-        assert await asyncio.to_thread(worker.popen.wait, 10) == 0
+        assert await asyncio.to_thread(worker.popen.wait, PATIENCE_SECONDS) == 0
 
 
 async def test_sigterm_waits_for_handoffs_for_one_lease_at_most(tmp_path: Path) -> None:
@@ -81,7 +82,7 @@ async def test_a_worker_that_drains_takes_no_more_requests(tmp_path: Path) -> No
     engine = "engine={kind: simulated, decode_step_seconds: 0.05}"
     with worker_process("decode", tmp_path, engine, "drain_seconds=20") as worker:
         async with calls_to(worker.address) as calls:
-            call = calls.decodes.Decode(decode_request(max_tokens=60))
+            call = calls.decodes.Decode(decode_request(max_tokens=600))
             await call.read()
             os.kill(worker.popen.pid, signal.SIGTERM)
             with pytest.raises(Unavailable):
@@ -93,13 +94,13 @@ async def test_a_drain_that_was_asked_for_lets_what_runs_finish_and_ends_the_pro
     engine = "engine={kind: simulated, decode_step_seconds: 0.02}"
     with worker_process("decode", tmp_path, engine) as worker:
         async with calls_to(worker.address) as calls:
-            decoding = asyncio.create_task(calls.decode(decode_request(max_tokens=40)))
+            decoding = asyncio.create_task(calls.decode(decode_request(max_tokens=80)))
             await until_running(calls)
             seen = [one async for one in calls.worker.Drain(worker_pb2.DrainRequest(grace=Duration(seconds=20)))]
             assert (seen[0].running, seen[0].drained) == (1, False)
             assert [one.drained for one in seen].index(True) == len(seen) - 1
-            assert len((await decoding).token_ids) == 40
-        assert await asyncio.to_thread(worker.popen.wait, 10) == 0
+            assert len((await decoding).token_ids) == 80
+        assert await asyncio.to_thread(worker.popen.wait, PATIENCE_SECONDS) == 0
 
 
 async def test_a_drain_waits_until_what_is_held_was_pulled(tmp_path: Path) -> None:
@@ -112,11 +113,11 @@ async def test_a_drain_waits_until_what_is_held_was_pulled(tmp_path: Path) -> No
                 await calls.prefill("late")
             assert (await calls.release(handoff)).still_valid
             assert (await drain.read()).drained
-        assert await asyncio.to_thread(worker.popen.wait, 10) == 0
+        assert await asyncio.to_thread(worker.popen.wait, PATIENCE_SECONDS) == 0
 
 
 async def until_running(calls: WorkerCalls) -> None:
-    async with timeout(10):
+    async with timeout(PATIENCE_SECONDS):
         while not (await calls.worker.GetLoad(worker_pb2.GetLoadRequest())).load.running:  # noqa: ASYNC110
             await asyncio.sleep(0.01)
 
@@ -132,7 +133,7 @@ async def test_an_engine_that_fails_ends_its_worker_with_exit_code_1(tmp_path: P
         async with calls_to(worker.address) as calls:
             with pytest.raises(EngineFailed, match="as configured"):
                 await calls.decode(decode_request(max_tokens=100))
-        assert await asyncio.to_thread(worker.popen.wait, 10) == 1
+        assert await asyncio.to_thread(worker.popen.wait, PATIENCE_SECONDS) == 1
 
 
 async def test_metrics_tell_of_blocks_and_handoffs(tmp_path: Path) -> None:

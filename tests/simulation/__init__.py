@@ -8,11 +8,14 @@
 | network, connection | hosts and connections, and what goes wrong with them |
 | channel | grpc.aio's channels over Baton's own HTTP/2 client |
 | transport, registry | KV that is read from others' pools, and records under leases |
+| etcd | a simulated etcd, for the product's own client |
+| facades | calls of the routers' other APIs |
 | steps | the steps of requests, at which faults and clients are aimed |
 | plan | what runs, what is asked and what goes wrong, drawn from a seed or read from a file |
 | clients, chaos | who asks, and what goes wrong, as the plan says |
 | reference | the right answers |
-| world | the fleet by Baton's own assemblies, from start to quiet |
+| processes | routers and workers by Baton's own assemblies, as a plan configures them |
+| world | the fleet, from start to quiet |
 | invariants/ | what must hold, one class each |
 | running, shrink | runs of plans in forks of their own, and the smallest plan that still fails |
 | fairness | fairness between tenants and shared quotas, beside their bars: a program of its own |

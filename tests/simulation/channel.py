@@ -133,6 +133,12 @@ class SimulatedCall:
         assert self._status is not None
         return self._status.code()
 
+    async def read(self) -> Any:
+        """The next message; aio.EOF after the last."""
+        async for message in self:
+            return message
+        return aio.EOF
+
     async def write(self, message: Any) -> None:
         while self._call is None and self._status is None:  # noqa: ASYNC110
             await asyncio.sleep(_UNSENT_SECONDS)
@@ -222,7 +228,8 @@ class SimulatedChannel(aio.Channel):
     def stream_stream(
         self, method: str, request_serializer: Any = None, response_deserializer: Any = None, **_: Any
     ) -> Any:
-        return self._method(method, lambda _: None, response_deserializer)
+        # Of an iterator the first request, and the end; without one they are written.
+        return self._method(method, lambda each: each and request_serializer(next(each)), response_deserializer)
 
     stream_unary = stream_stream
 

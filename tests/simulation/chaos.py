@@ -13,6 +13,8 @@ from simulation.registry import NAME
 
 # A node that has drained is started again after this.
 _DRAINED_SECONDS = 12.0
+# Routers are held so many times as often as each worker: what competes for places meets in them.
+_ROUTER_HOLDS = 3
 # How often a fault of one connection hits the active one of its node.
 _ACTIVE = 0.7
 
@@ -176,7 +178,7 @@ class Chaos:
         plan = self._world.plan
         if not plan.hiccup_every:
             return
-        names = plan.fleet.workers + plan.fleet.router_names
+        names = plan.fleet.workers + plan.fleet.router_names * _ROUTER_HOLDS
         while True:
             await asyncio.sleep(self._random.expovariate(1 / plan.hiccup_every))
             node = self._world.nodes[self._random.choice(names)]

@@ -14,6 +14,7 @@ from baton.inference.v1 import inference_service_pb2_grpc
 from baton.resuming import Received
 from simulation.channel import SimulatedChannel
 from simulation.entropy import Time
+from simulation.facades import HttpCall, KServeCall
 from simulation.plan import CLIENTS, Request
 from simulation.reference import picture_of, prompt_of, text_of
 
@@ -55,8 +56,10 @@ class Client:
     def __init__(self, world: Any, index: int, asked: Request) -> None:
         self._world = world
         self._asked = asked
-        self._node = world.nodes[CLIENTS[asked.client]]
+        self.node = world.nodes[CLIENTS[asked.client]]
         self.result = Result(asked, index, Time.now)
+        self.ended: asyncio.Future[None] = world.loop.create_future()
+        self.ends_at = Time.now + asked.timeout
         self._call: Any = None
         self._tasks: list[Any] = []
         self._steps = 0
@@ -88,7 +91,7 @@ class Client:
         result, asked = self.result, self._asked
         resume = Resume(keep_seconds=asked.keep, stall_seconds=2.0) if asked.keep else None
         received = Received(self._message(), resume)
-        ends_at = Time.now + asked.timeout
+        ends_at = self.ends_at = Time.now + asked.timeout
         if asked.leave_seconds >= 0:
             self._after(asked.leave_seconds, self._leave)
         if asked.cancel_seconds >= 0:
@@ -119,7 +122,14 @@ class Client:
         )
         stub = inference_service_pb2_grpc.InferenceServiceStub(channel)
         metadata = ((TENANT_KEY, self._asked.tenant),) if self._asked.tenant else None
-        self._call = getattr(stub, method.partition("/")[2])(message, timeout=max(0.001, seconds), metadata=metadata)
+        if self._asked.api == "openai":
+            self._call = HttpCall(self._world.ip_of(name), self._asked, self.request_id, max(0.001, seconds))
+        elif self._asked.api == "kserve":
+            self._call = KServeCall(channel, self._asked, self.request_id, max(0.001, seconds))
+        else:
+            self._call = getattr(stub, method.partition("/")[2])(
+                message, timeout=max(0.001, seconds), metadata=metadata
+            )
         self._dropped = False
         try:
             async for event in self._call:
@@ -155,6 +165,12 @@ class Client:
         if event.HasField("finished"):
             result.finished = event.finished
 
+    def leave_all(self) -> None:
+        """Its process has ended."""
+        self.result.code, self.result.left = "LEFT", True
+        self.result.cancelled_at = self.result.ended = Time.now
+        self._world.log("end", self.result.index, "EXIT", self.result.text)
+
     # What it does beside reading.
 
     def step(self, step: str) -> None:
@@ -166,7 +182,7 @@ class Client:
         if self._steps == asked.step_count:
             acts = {"leave": self._leave, "cancel": self._begin_cancel, "drop": self._drop}
             self._tasks.append(
-                self._node.loop.call_later(asked.step_delay, acts[asked.step_act], context=self._node.context())
+                self.node.loop.call_later(asked.step_delay, acts[asked.step_act], context=self.node.context())
             )
 
     def _begin_cancel(self) -> None:

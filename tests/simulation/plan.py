@@ -23,6 +23,7 @@ REGISTRY_KINDS = ("outage", "lost_lease")
 LENGTHS = (0.05, 0.5, 1.7, 3.3, 6.0, 15.0)
 LEASE_LENGTHS = (2.5, 3.1, 3.5, 4.5, 15.0)
 TENANTS = ("ann", "bob", "cy")
+_STEP_SECONDS = {"storm": (0.003, 0.01, 0.03, 0.06), "one_fault": (0.003, 0.01, 0.03, 0.03)}
 _LONG = 400  # tokens of a request, of which a pool holds so many at a time
 _BUSY_SECONDS = 20.0  # that all requests take, if each answer is as long as may be
 CLIENTS = ("client-0", "client-1", "client-2", "client-3")
@@ -58,6 +59,13 @@ class Fleet:
     window_bytes: int = 2**20  # of a stream; a connection's is eight times as large
     encode_seconds: float = 0.01
     embeddings_bytes: int = 256 * 2**20
+    # Numbers of a row of an embedding, of which an image has four: a request with one fits into a window.
+    image_hidden_size: int = 8
+    pause_tokens: int = 64  # unread by a router before its call is paused
+    large_bytes: int = 256 * 1024  # of a request that does not share its stream
+    max_batch: int = 256
+    max_waiting: int = 1024  # requests that wait for a place
+    registry: str = "memory"  # or etcd
 
     @property
     def workers(self) -> tuple[str, ...]:
@@ -98,6 +106,7 @@ class Request:
     step_act: str = "leave"  # or cancel, drop
     retries: int = 0  # how often a client sends it again that was told UNAVAILABLE
     tenant: str = ""
+    api: str = ""  # or openai, kserve
 
     @property
     def disturbs(self) -> bool:
@@ -136,6 +145,7 @@ class Plan:
     hiccup_seconds: float = 0.0
     turn_seconds: float = 20e-6  # what a turn of the event loop takes
     rounds: int = 1  # how often the requests are sent: tables are compared after each time
+    exits: tuple[tuple[float, int], ...] = ()  # when the process of a client ends, with all its requests; and which
     notes: str = field(default="", compare=False)
 
     def to_json(self) -> str:
@@ -152,7 +162,8 @@ def from_values(values: dict[str, Any]) -> Plan:
     """The plan that `asdict` has taken apart."""
     requests = tuple(Request(**{**one, "drops": tuple(one["drops"])}) for one in values.pop("requests"))
     faults = tuple(Fault(**{**one, "others": tuple(one["others"])}) for one in values.pop("faults"))
-    return Plan(fleet=Fleet(**values.pop("fleet")), requests=requests, faults=faults, **values)
+    exits = tuple((at, client) for at, client in values.pop("exits", ()))
+    return Plan(fleet=Fleet(**values.pop("fleet")), requests=requests, faults=faults, exits=exits, **values)
 
 
 def make_plan(seed: int, profile: str, count: int = 50) -> Plan:
@@ -163,11 +174,18 @@ def make_plan(seed: int, profile: str, count: int = 50) -> Plan:
     requests = tuple(sorted(_requests(draw, fleet, profile, count, seconds), key=lambda one: one.at))
     every, longest = 0.0, 0.0
     if profile != "plain" and draw.random() < 0.7:
-        every, longest = draw.choice((0.02, 0.1)), draw.choice((0.005, 0.03, 0.1))
+        every, longest = draw.choice((0.008, 0.02, 0.1)), draw.choice((0.005, 0.03, 0.1))
     faults = _faults(draw, fleet, profile, count, seconds)
     rounds = 3 if profile in ("plain", "clients") and draw.random() < 0.3 else 1
     turn = draw.choice((20e-6, 100e-6, 400e-6))
-    return Plan(seed, profile, fleet, requests, faults, every, longest, turn, rounds)
+    exits = _exits(draw, seconds) if profile != "plain" else ()
+    return Plan(seed, profile, fleet, requests, faults, every, longest, turn, rounds, exits)
+
+
+def _exits(draw: random.Random, seconds: float) -> tuple[tuple[float, int], ...]:
+    """In some seeds processes of clients end, each with all that it has asked for."""
+    times = draw.choice((0, 0, 1, 3))
+    return tuple(sorted((draw.random() * (seconds + 1.0), draw.randrange(len(CLIENTS))) for _ in range(times)))
 
 
 def _fleet(draw: random.Random, profile: str) -> Fleet:
@@ -182,37 +200,44 @@ def _fleet(draw: random.Random, profile: str) -> Fleet:
         transport=draw.choice(("remote", "mapped")),
         blocks=draw.choice((32, 48, 96, 200)),
         lease_seconds=draw.choice((1.5, 3.0, 6.0)),
-        # Where much goes wrong, answers also last longer than a record in the registry.
-        step_seconds=draw.choice((0.003, 0.01, 0.03, 0.06) if profile == "storm" else (0.003, 0.01, 0.03)),
+        # Where something goes wrong, answers are still running then, and may last longer than a record in the registry.
+        step_seconds=draw.choice(_STEP_SECONDS.get(profile, (0.0003, 0.003, 0.01, 0.03))),
         prefill_rate=draw.choice((2000, 10000)),
         ranks=draw.choice((1, 1, 1, 2)),
-        early_tokens=draw.choice((0, 0, 40)),
+        early_tokens=draw.choice((0, 40)),
         inline_bytes=draw.choice((64, 2**20)),
         policy=draw.choice(("automatic", "automatic", "predicted_seconds", "least_loaded", "round_robin", "random")),
         max_running=draw.choice((0, 0, 1, 2, 4)),
-        has_quotas=draw.random() < 0.25,
+        has_quotas=draw.random() < 0.15,
         multiplex=draw.random() < 0.8,
         answer_seconds=draw.choice((1.0, 10.0)),
         keep_parked=draw.choice((2, 256)),
         concurrent=draw.choice((2, 8)),
-        requests_per_second=draw.choice((1.0, 5.0, 20.0)),
-        waiting_tokens=draw.choice((2, 16, 1024)),
-        unsent_bytes=draw.choice((64, 1024, 64 * 1024)),
-        window_bytes=draw.choice((2**13, 2**20)),
+        requests_per_second=draw.choice((2.0, 10.0, 20.0)),
+        waiting_tokens=draw.choice((2, 2, 16, 1024)),
+        unsent_bytes=draw.choice((64, 64, 1024, 64 * 1024)),
+        window_bytes=draw.choice((2**13, 2**13, 2**20)),
         encode_seconds=draw.choice((0.01, 0.1)),
         embeddings_bytes=draw.choice((0, 256 * 2**20)),
+        image_hidden_size=draw.choice((8, 8, 384)),
+        pause_tokens=draw.choice((3, 10, 64)),
+        large_bytes=draw.choice((512, 256 * 1024, 256 * 1024)),
+        max_batch=draw.choice((2, 256, 256)),
+        max_waiting=draw.choice((3, 1024, 1024)),
+        registry=draw.choice(("memory",) * 7 + ("etcd",)),
     )
 
 
 def _requests(draw: random.Random, fleet: Fleet, profile: str, count: int, seconds: float) -> list[Request]:
-    lengths = draw.choice(((5, 20, 40, 90), (5, 17, 33, 64, 150, 300), (16, 32, 48, 64)))
+    lengths = draw.choice(((5, 20, 40, 90), (5, 17, 33, 64, 150, 300), (16, 32, 48, 64), (120, 200, 300)))
     # Where workers fail, answers that are long enough to go on elsewhere.
     short = (1, 2, 3) if profile in ("plain", "clients") else (60, 120)
     answers = draw.choice(((1, 2, 5, 16, 40), (20, 40, 80), (2, 250), short))
     kept, rude = draw.choice((0.0, 0.2, 0.6)), draw.choice((0.3, 0.3, 0.8))
-    images = draw.choice((0.05, 0.1, 0.6))
-    slow = draw.choice((0.0, 0.0, 0.3))  # clients that read slowly, whatever else they do
-    prefixes = draw.choice((1, 3, 8))
+    images = draw.choice((0.05, 0.1, 0.6, 0.6))
+    slow = draw.choice((0.0, 0.3))  # clients that read slowly, whatever else they do
+    others = draw.choice((0.0, 0.0, 0.3))  # by the other APIs
+    prefixes = draw.choice((1, 3, 8, 40))
     # In some seeds they come in bursts, and compete for the same blocks and places.
     bursts = draw.choice((0, 0, 3, 6))
     at_steps = draw.choice((0.0, 0.5, 0.9))
@@ -236,7 +261,9 @@ def _requests(draw: random.Random, fleet: Fleet, profile: str, count: int, secon
         }
         # A worker's pool holds all of one request.
         values["tokens"] = min(values["tokens"], fleet.blocks * 16 - values["length"] - 20, longest)
-        if draw.random() < kept:
+        if draw.random() < others and not values["image"] and not values["tenant"]:
+            values["api"] = draw.choice(("openai", "openai", "kserve"))
+        elif draw.random() < kept:
             values["keep"] = draw.choice((2.0, 8.0))
         if profile != "plain":
             values |= _manners(draw, values["tokens"], rude, at_steps, is_kept="keep" in values)
@@ -264,8 +291,9 @@ def _manners(draw: random.Random, tokens: int, rude: float, at_steps: float, *, 
             "step_delay": draw.choice(MOMENTS),
             "step_act": draw.choice(("leave", "cancel", "drop") if is_kept else ("leave", "cancel")),
         }
-    if is_kept and draw.random() < 0.6:
-        return {"drops": tuple(sorted(draw.random() * 0.8 for _ in range(draw.choice((1, 1, 3)))))}
+    if is_kept and draw.random() < 0.7:
+        seconds = draw.choice((0.1, 0.3, 0.8))
+        return {"drops": tuple(sorted(draw.random() * seconds for _ in range(draw.choice((1, 1, 3)))))}
     match draw.randrange(5):
         case 0:
             return {"leave_after": draw.choice((0, 1, 1, draw.randrange(0, tokens + 1)))}
@@ -288,7 +316,8 @@ def _faults(draw: random.Random, fleet: Fleet, profile: str, count: int, seconds
         kind = draw.choice([one for one in (*PROCESS_KINDS, *NETWORK_KINDS, *REGISTRY_KINDS) if one != "partition"])
         if draw.random() < 0.7:
             return (_aimed(draw, fleet, kind, "", count),)
-        target = draw.choice([name for name in fleet.workers if not name.startswith("encode")])
+        workers = [name for name in fleet.workers if not name.startswith("encode")]
+        target = draw.choice(workers if draw.random() < 0.7 else fleet.router_names)
         return (_fault(draw, fleet, kind, target, draw.random() * seconds),)
     if profile != "storm":
         return ()

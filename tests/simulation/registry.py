@@ -2,7 +2,8 @@
 
 import asyncio
 import random
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections import deque
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -14,22 +15,47 @@ from simulation.loop import Node
 TTL_SECONDS = 3.0
 _RENEWALS = 3
 NAME = "registry"
+Views = tuple[WorkerRecord, ...]
+
+
+class _Memory(MemoryRegistry):
+    """Tells of each change, and not only of the last one."""
+
+    def __init__(self, namespace: str) -> None:
+        super().__init__(namespace)
+        self.listeners: dict[Callable[[Views], None], None] = {}
+
+    @property
+    def routers(self) -> "_Memory":
+        self._routers = self._routers or _Memory(self._keys.namespace)
+        assert isinstance(self._routers, _Memory)
+        return self._routers
+
+    def publish(self) -> None:
+        workers = self.workers()
+        for listener in self.listeners:
+            listener(workers)
 
 
 class SimulatedRegistry:
-    """The server: who may reach it, and records that expire unless they are renewed."""
+    """The server: who may reach it, and records that expire unless they are renewed.
+
+    Watchers get views late: either the last one, or all that they have missed at once, in their order.
+    """
 
     def __init__(self, network: Any, seed: int) -> None:
         self.network = network
         self.random = random.Random(f"registry-{seed}")
-        self.memory = MemoryRegistry("simulation")
+        self.memory = _Memory("simulation")
         self.is_away = False
-        self.late_seconds = self.random.choice((1e-3, 5e-3, 0.1))
+        self.late_seconds = self.random.choice((1e-3, 5e-3, 0.1, 1.0))
+        self.tells_all = self.random.random() < 0.7
         self._node = Node(network.loop, NAME, "10.0.1.1", 0)
 
-    def of(self, node: Node) -> "NodeRegistry":
+    @asynccontextmanager
+    async def of(self, node: Node) -> "AsyncGenerator[NodeRegistry, None]":
         """As one node sees it."""
-        return NodeRegistry(self, self.memory, node)
+        yield NodeRegistry(self, self.memory, node)
 
     def reachable(self, node: Node) -> bool:
         """True if a call of this node would be answered."""
@@ -43,7 +69,7 @@ class SimulatedRegistry:
 class NodeRegistry:
     """A `discovery.registry.Registry` as one node has it."""
 
-    def __init__(self, server: SimulatedRegistry, memory: MemoryRegistry, node: Node) -> None:
+    def __init__(self, server: SimulatedRegistry, memory: _Memory, node: Node) -> None:
         self._server, self._memory, self._node = server, memory, node
 
     @property
@@ -72,16 +98,28 @@ class NodeRegistry:
             renewing.cancel()
             registration.remove()
 
-    async def watch(self) -> AsyncGenerator[tuple[WorkerRecord, ...], None]:
-        views = self._memory.watch()
+    async def watch(self) -> AsyncGenerator[Views, None]:
+        views, news = deque((self._memory.workers(),)), asyncio.Event()
+
+        def note(workers: Views) -> None:
+            views.append(workers)
+            news.set()
+
+        self._memory.listeners[note] = None
         try:
-            async for _ in views:
+            while True:
+                while not views:
+                    news.clear()
+                    await news.wait()
                 await asyncio.sleep(self._server.random.expovariate(1 / self._server.late_seconds))
                 while not self._server.reachable(self._node):  # noqa: ASYNC110  # a call is made again
                     await asyncio.sleep(0.2)
-                yield self._memory.workers()
+                missed = list(views) if self._server.tells_all else [views[-1]]
+                views.clear()
+                for view in missed:
+                    yield view
         finally:
-            await views.aclose()
+            del self._memory.listeners[note]
 
     async def _call(self) -> None:
         """The way to the server. Raises Unavailable."""
@@ -96,7 +134,7 @@ class NodeRegistry:
 class _Registration:
     """A record under a lease. Its owner writes it again after a loss."""
 
-    def __init__(self, server: SimulatedRegistry, memory: MemoryRegistry, node: Node, record: WorkerRecord) -> None:
+    def __init__(self, server: SimulatedRegistry, memory: _Memory, node: Node, record: WorkerRecord) -> None:
         self.record = record
         self.registered = False
         self._server, self._memory, self._node = server, memory, node

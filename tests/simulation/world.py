@@ -14,23 +14,22 @@ import baton_http2.receiver
 import baton_http2.server.connection
 import baton_http2.server.server
 import baton_http2.stream
+import engine_protocol.multiplex.channel
+import engine_protocol.multiplex.replies
+import router.openai.server
 import rpc.channels
 import services.control
-from router.config import ProbeConfig, RetryConfig, RouterConfig, RoutingConfig
-from router.server import host_router
-from services.config import EncodeConfig, HandoffConfig, KeepConfig, WorkerConfig
-from services.engines.simulated.config import SimulatedConfig
-from services.server import host_worker
 from simulation import entropy, transport
 from simulation.channel import connect
 from simulation.chaos import Chaos
 from simulation.clients import Client, Result
 from simulation.entropy import Time
+from simulation.etcd import SimulatedEtcd
 from simulation.invariants import INVARIANTS, Invariant
-from simulation.invariants.fleet import BURST_SECONDS
 from simulation.loop import NODE, Deadlock, Node, SimulatedLoop
 from simulation.network import Network
 from simulation.plan import CLIENTS, Plan, Request
+from simulation.processes import router_of, worker_of
 from simulation.registry import SimulatedRegistry
 from simulation.steps import Steps
 
@@ -47,7 +46,6 @@ _LONGEST_SECONDS = 2000.0  # of a run, with all its rounds
 _PROBES = 3  # of each router
 # The numbers of the first requests in quiet, before and after those of the plan, and between those of two rounds.
 _WARM_UP, _PROBE, _ROUND = 8000, 9000, 1000
-DRAIN_SECONDS = 2.0
 
 
 class World:
@@ -58,7 +56,8 @@ class World:
         self.loop = SimulatedLoop(plan.seed, plan.turn_seconds)
         self.network = Network(self.loop, plan.seed, self.log)
         self.loop.network = self.network
-        self.registry = SimulatedRegistry(self.network, plan.seed)
+        registry: Any = SimulatedEtcd if plan.fleet.registry == "etcd" else SimulatedRegistry
+        self.registry = registry(self.network, plan.seed)
         self.random = random.Random(f"world-{plan.seed}")
         self.nodes: dict[str, Node] = {}
         self.hosts: dict[str, Any] = {}  # routers and workers that run
@@ -128,12 +127,12 @@ class World:
         self.log("start", name)
         if name in CLIENTS:
             return node
-        node.spawn(self._host(node, self._router if name.startswith("router") else self._worker))
+        node.spawn(self._host(node, router_of if name.startswith("router") else worker_of))
         return node
 
-    async def _host(self, node: Node, assemble: Callable[[Node], Any]) -> None:
+    async def _host(self, node: Node, assemble: Callable[[Plan, Node, Any], Any]) -> None:
         try:
-            async with assemble(node) as host:
+            async with self.registry.of(node) as registry, assemble(self.plan, node, registry) as host:
                 self.hosts[node.name] = host
                 await self.stopping[node.name].wait()
         except Exception as error:
@@ -143,58 +142,6 @@ class World:
         finally:
             if self.nodes.get(node.name) is node:
                 self.hosts.pop(node.name, None)
-
-    def _router(self, node: Node) -> Any:
-        fleet = self.plan.fleet
-        quota = {
-            "requests_per_second": fleet.requests_per_second,
-            "burst_seconds": BURST_SECONDS,
-            "concurrent": fleet.concurrent,
-        }
-        config = RouterConfig(
-            router_id=node.name,
-            listen=f"{node.ip}:7070",
-            drain_seconds=DRAIN_SECONDS,
-            limits={"max_waiting_tokens": fleet.waiting_tokens},
-            embeddings={"max_bytes": fleet.embeddings_bytes},
-            routing=RoutingConfig(early_handoff_tokens=fleet.early_tokens, policy=fleet.policy),
-            probe=ProbeConfig(interval_seconds=0.5, timeout_seconds=0.5, hung_seconds=1.5),
-            retry=RetryConfig(answer_seconds=fleet.answer_seconds),
-            multiplex=fleet.multiplex,
-            admission={"max_running_per_worker": fleet.max_running},
-            quotas={"default": quota, "tenants": {"probe": {}}, "unreachable_seconds": 5.0} if fleet.has_quotas else {},
-            peers={"listen": f"{node.ip}:7071"},
-        )
-        return host_router(config, self.registry.of(node))
-
-    def _worker(self, node: Node) -> Any:
-        fleet, role = self.plan.fleet, node.name.partition("-")[0]
-        engine = SimulatedConfig(
-            name="demo",
-            num_blocks=fleet.blocks,
-            block_tokens=16,
-            block_bytes=64,
-            data_parallel_ranks=fleet.ranks if role == "decode" else 1,
-            decode_step_seconds=fleet.step_seconds,
-            prefill_base_seconds=0.002,
-            prefill_chunk_tokens=48,
-            prefill_tokens_per_second=fleet.prefill_rate,
-            encode_seconds=fleet.encode_seconds,
-            image_tokens=4,
-            image_hidden_size=8,
-        )
-        config = WorkerConfig(
-            worker_id=node.name,
-            roles=("prefill", "decode") if role == "mixed" else (role,),
-            listen=f"{node.ip}:7070",
-            engine=engine,
-            transports=(fleet.transport,),
-            handoff=HandoffConfig(lease_seconds=fleet.lease_seconds),
-            drain_seconds=DRAIN_SECONDS,
-            encode=EncodeConfig(inline_bytes=fleet.inline_bytes),
-            keep=KeepConfig(max_parked=fleet.keep_parked),
-        )
-        return host_worker(config, self.registry.of(node))
 
     def kill(self, name: str, *, silently: bool) -> None:
         """Ends a process at once; silently if its host is gone."""
@@ -238,6 +185,7 @@ class World:
         """Puts the world in the place of what the product reaches the real one by."""
         structlog.configure(processors=[self._log_record], cache_logger_on_first_use=False)
         baton_http2.server.server.open_sockets = self.network.bind  # type: ignore[assignment]
+        router.openai.server.open_sockets = self.network.bind  # type: ignore[assignment]
         rpc.channels.connect = connect
         services.control._DEFAULT_INTERVAL_SECONDS = _LOAD_SECONDS
         self._set_buffers()
@@ -253,6 +201,9 @@ class World:
         baton_http2.stream._HIGH_WATER = self.plan.fleet.unsent_bytes  # type: ignore[misc]
         for module in (baton_http2.stream, *ends):
             module.RECEIVE_WINDOW = self.plan.fleet.window_bytes  # type: ignore[attr-defined]
+        engine_protocol.multiplex.replies._PAUSE_AT = self.plan.fleet.pause_tokens
+        engine_protocol.multiplex.replies._RESUME_AT = self.plan.fleet.pause_tokens // 3
+        engine_protocol.multiplex.channel._LARGE_BYTES = self.plan.fleet.large_bytes
         for module in ends:
             module.CONNECTION_WINDOW = 8 * self.plan.fleet.window_bytes  # type: ignore[attr-defined]
 
@@ -267,11 +218,15 @@ class World:
         for each in self.invariants:
             each.begin()
         looking = asyncio.ensure_future(self._look())
+        exiting = asyncio.ensure_future(self._end_clients())
         await asyncio.gather(self._ask_all(0), self.chaos.run())
+        exiting.cancel()
         await self.chaos.finish()
         await self._settle()
         if self.plan.rounds > 1:
             await self._repeat()
+        if looking.done():
+            looking.result()  # an invariant that has failed itself
         looking.cancel()
         for each in self.invariants:
             each.end()
@@ -306,19 +261,38 @@ class World:
         if running:
             await asyncio.wait(running)
 
-    def _ask(self, index: int, asked: Request) -> "asyncio.Task[None]":
-        async def run() -> None:
-            client = Client(self, index, asked)
-            self.results.append(client.result)
-            for each in self.invariants:
-                each.asked(client)
-            self.running[client.request_id] = client
-            result = await client.run()
-            del self.running[client.request_id], client
-            for each in self.invariants:
-                each.ended(result)
+    def _ask(self, index: int, asked: Request) -> "asyncio.Future[None]":
+        client = Client(self, index, asked)
+        self.results.append(client.result)
+        for each in self.invariants:
+            each.asked(client)
+        self.running[client.request_id] = client
+        client.node.spawn(self._run_client(client))
+        return client.ended
 
-        return self.nodes[CLIENTS[asked.client]].spawn(run())
+    async def _run_client(self, client: Client) -> None:
+        await client.run()
+        self._end_client(client)
+
+    def _end_client(self, client: Client) -> None:
+        del self.running[client.request_id]
+        client.ended.set_result(None)
+        for each in self.invariants:
+            each.ended(client.result)
+
+    async def _end_clients(self) -> None:
+        """Ends the processes of clients, as the plan says; their kernels reset all that they have open."""
+        began = Time.now
+        for at, number in self.plan.exits:
+            await asyncio.sleep(max(0.0, began + at - Time.now))
+            name = CLIENTS[number]
+            node = self.nodes[name]
+            self.log("exit", name)
+            self.kill(name, silently=False)
+            self.start(name)
+            for client in [one for one in self.running.values() if one.node is node]:
+                client.leave_all()
+                self._end_client(client)
 
     async def _settle(self) -> None:
         """Waits until all is quiet, asks each router a few things more, and waits again."""

@@ -9,12 +9,11 @@ from benchmarks.routing.simulated.prompts import prompt_of, shortened
 from benchmarks.routing.simulated.pull_back import PullingBack
 from benchmarks.routing.simulated.worker import Job, SimulatedWorker
 from devtools.bench.traces import TracedRequest
-from router.routing.known_loras import KnownLoras
-from router.routing.policy import Candidates, Placement, Policy, PromptBlocks, RoutingRequest
+from router.routing.policy import Candidates, KnownLoras, Placement, Policy, PromptBlocks, RoutingRequest
 from router.routing.prefix.kv_index import block_keys
 from router.routing.prefix.predicted import PredictedSeconds
 from router.routing.prefix.prefix_caches import Cache
-from router.workers.watching.corrected_load import CorrectedLoad
+from router.workers.watching.report_stream import CorrectedLoad
 
 
 class View:

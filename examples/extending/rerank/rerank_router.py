@@ -13,8 +13,8 @@ from baton.errors import FieldViolation, InvalidReply, InvalidRequest
 from baton.inference.v1 import embed_pb2, generate_pb2, timing_pb2
 from router.admission.predictor import RequestEstimate
 from router.context import RequestContext
-from router.embedding import inputs
-from router.embedding.inputs import EmbeddingModel
+from router.embedding import pipeline
+from router.embedding.pipeline import EmbeddingModel
 from router.request_path import RequestPath
 from router.routing.filters import Constraints
 from router.workers.handle import WorkerHandle
@@ -101,13 +101,13 @@ def _read(
 ) -> tuple[EmbeddingModel, list[generate_pb2.TokenIds]]:
     """The model, and the ids of the query and of each document. Raises InvalidRequest naming every wrong field."""
     with ctx.timings.measure(timing_pb2.STAGE_TOKENIZE):
-        target = inputs.find_model(path.cluster, request.model)
+        target = pipeline.find_model(path.cluster, request.model)
         ctx.stats.model = target.model.name
         texts = [embed_pb2.EmbedInput(text=text) for text in (request.query, *request.documents)]
         same = embed_pb2.EmbedRequest(request_id=request.request_id, inputs=texts)
         try:
-            inputs.check(same, target, _MOST_DOCUMENTS + 1)
-            return target, inputs.tokenize(same, target)
+            pipeline.check(same, target, _MOST_DOCUMENTS + 1)
+            return target, pipeline.tokenize(same, target)
         except InvalidRequest as error:
             raise renamed(error, _in_client_request) from error
 

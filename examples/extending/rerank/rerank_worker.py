@@ -11,7 +11,7 @@ from rerank_role import KIND, ROLE
 
 from rpc.server import Service
 from rpc.violations import Violations
-from services.engines.embedding import TextEmbedder
+from services.engines.base import TextEmbedder
 from services.parts import WorkerParts
 from services.requests.calls import Calls
 

@@ -1,7 +1,6 @@
 """Answers that outlive their connection and their router, over HTTP: see docs/streams.md.
 
 event_ids.py    the ids of a stream's events, with which `Last-Event-ID` tells what the client has
-skipping.py     an answer that is computed again, without the part that its client has
 responses.py    the events of a response, numbered by its text
-streams.py      chats and completions that go on after the event that a client names
+streams.py      chats and completions that go on after the event that a client names, without what it has
 """

@@ -45,7 +45,7 @@ class NumberedStream:
 
     async def fail(self, error: BatonError) -> None:
         """Ends a stream that has begun with an event that OpenAI's clients raise as an error."""
-        described = describe(error, self._call.guided_field)
+        described = describe(error, self._call.names)
         about = {name: value for name, value in described.items() if name != "type"}
         fields = {"type": "error", "sequence_number": self._after + 1, **about, "error": described}
         await self._call.end(event(fields, "error"))

@@ -3,6 +3,8 @@
 The number of an event follows from the text alone, however tokens came together: each character of a delta counts one,
 as does every other event. So `starting_after` means the same on every router that has the response, and after any loss.
 Items are in one order: reasoning, message, calls.
+
+A text that grows by pieces.
 """
 
 import asyncio
@@ -12,11 +14,50 @@ from typing import Any
 
 from baton.errors import BatonError
 from baton.inference.v1 import generate_pb2
-from router.openai.errors import describe
+from router.openai.errors import PLAIN_NAMES, FieldNames, describe
 from router.openai.exchange import AnswerStream
 from router.openai.responses import ItemKind, ResponseBuilder, part, part_type, status_of
-from router.openai.stored.growing_text import GrowingText
 from router.stream.collector import UnaryCollector
+
+_MANY_PIECES = 1024  # so many of the last are joined to one
+
+
+class GrowingText:
+    """A text to which adding, and of which reading from a place on, take as long as that part is, not as the whole."""
+
+    def __init__(self) -> None:
+        self._joined: list[str] = []
+        self._pieces: list[str] = []
+        self._length = 0
+
+    def __len__(self) -> int:
+        return self._length
+
+    def __str__(self) -> str:
+        self._joined, self._pieces = ["".join((*self._joined, *self._pieces))], []
+        return self._joined[0]
+
+    def add(self, piece: str) -> None:
+        """Adds a piece at the end."""
+        if not piece:
+            return
+        self._pieces.append(piece)
+        self._length += len(piece)
+        if len(self._pieces) >= _MANY_PIECES:
+            self._joined.append("".join(self._pieces))
+            self._pieces.clear()
+
+    def after(self, place: int) -> str:
+        """The text after its first `place` characters."""
+        found, begin = [], self._length
+        for pieces in (self._pieces, self._joined):
+            for piece in reversed(pieces):
+                if begin <= place:
+                    break
+                begin -= len(piece)
+                found.append(piece[max(0, place - begin) :])
+        return "".join(reversed(found))
+
 
 _ENDED = ("completed", "incomplete", "failed", "cancelled")
 
@@ -113,9 +154,9 @@ class ResponseDocument:
                 self.ended()
         self._notify()
 
-    def fail(self, error: BatonError, guided_field: str = "") -> None:
+    def fail(self, error: BatonError, names: FieldNames = PLAIN_NAMES) -> None:
         """Ends it with an error."""
-        described = describe(error, guided_field)
+        described = describe(error, names)
         self._error = {"code": described["code"], "message": described["message"]}
         self._end("failed")
 

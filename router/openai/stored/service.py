@@ -6,7 +6,6 @@ from collections.abc import Callable, Coroutine, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
-from types import TracebackType
 from typing import Any, TypeVar
 
 import structlog
@@ -20,7 +19,7 @@ from router.config import StoredResponsesConfig
 from router.context import RequestContext, RequestQos
 from router.openai.call import HttpCall
 from router.openai.choices import now
-from router.openai.errors import known_error
+from router.openai.errors import PLAIN_NAMES, FieldNames, known_error
 from router.openai.fields import read
 from router.openai.responses import ResponseBuilder, ResponsesRequest
 from router.openai.stored.document import ResponseDocument
@@ -69,9 +68,7 @@ class ResponseService:
     async def __aenter__(self) -> Self:
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *exception: object) -> None:
         if not await run_to_completion(_ended(self._tasks)):
             log.warning("responses did not end when cancelled", responses=len(self._tasks))
 
@@ -145,7 +142,7 @@ class ResponseService:
             is_background=True,
         )
         self.table.add(entry)
-        failed = self._start(entry, partial(self._pipeline_run, ctx, document), body.guided_field)
+        failed = self._start(entry, partial(self._pipeline_run, ctx, document), call.names)
         with suppress(TimeoutError):
             async with timeout(_REFUSED_SECONDS):
                 while not document.has_started:
@@ -159,7 +156,7 @@ class ResponseService:
         return self._path.pipeline.run(ctx, Reply(document.send, lambda _trailer: None))
 
     def _start(
-        self, entry: StoredResponse, work: Callable[[], Coroutine[Any, Any, Any]], guided_field: str
+        self, entry: StoredResponse, work: Callable[[], Coroutine[Any, Any, Any]], names: FieldNames
     ) -> list[BatonError]:
         """Runs the work of an entry in its own task. Its error will be in the list that is returned."""
         failed: list[BatonError] = []
@@ -172,7 +169,7 @@ class ResponseService:
                 entry.document.leave()
             except Exception as error:  # whatever it is, the response tells of it
                 failed.append(known_error("/openai/v1/responses", error))
-                entry.document.fail(failed[0], guided_field)
+                entry.document.fail(failed[0], names)
             finally:
                 self.table.update(entry)
 
@@ -224,7 +221,7 @@ class ResponseService:
         if not found.done():
             return await _not_found(adopting)
         entry = found.result()
-        self._start(entry, partial(_awaited, adopting), "")
+        self._start(entry, partial(_awaited, adopting), PLAIN_NAMES)
         with suppress(TimeoutError):
             async with timeout(_ADOPTED_SECONDS):
                 while not entry.document.has_started:

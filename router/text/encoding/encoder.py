@@ -12,9 +12,7 @@ from typing import Any
 import structlog
 from tokenizers import Tokenizer
 
-from router.text.encoding.added_tokens import AddedTokens
-from router.text.encoding.bounded_cache import BoundedCache
-from router.text.encoding.pieces import SPARE_TOKENS, Pieces, pieces_of
+from router.text.encoding.pieces import SPARE_TOKENS, AddedTokens, BoundedCache, Pieces, pieces_of
 
 _MOST_SEGMENT_BYTES = 16 * 2**20
 _SEGMENT_OVERHEAD = 300  # of an array and a place in a dict
@@ -56,12 +54,13 @@ class Encoder:
         """The ids of each text, without special tokens around it."""
         if self._quick is not None:
             return [self._quick.encode(text, add_special_tokens=False, salt="") for text in texts]
-        return [list(one.ids) for one in self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)]
+        return [one.ids for one in self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)]
 
 
 def library_ids(tokenizer: Tokenizer, text: str, add_special_tokens: bool) -> list[int]:
     """The ids by the library alone. Only its batch methods release the GIL."""
-    return list(tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids)
+    ids: list[int] = tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
+    return ids
 
 
 @dataclass(frozen=True, slots=True)

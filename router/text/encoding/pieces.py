@@ -1,13 +1,69 @@
-"""The ids of a text without added tokens: by a table of bytes, or by words that are remembered."""
+"""The ids of a text without added tokens: by a table of bytes, or by words that are remembered.
+
+Finds special and other added tokens in a text.
+
+Remembers what was used last, in bounded memory.
+"""
 
 import json
-from itertools import chain
-from typing import Any, Protocol
+import re
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from itertools import chain, groupby
+from os.path import commonprefix
+from threading import Lock
+from typing import Any, Generic, Protocol, TypeVar
 
-from tokenizers import Tokenizer, models
+from tokenizers import AddedToken, Tokenizer, models
 
-from router.text.encoding.bounded_cache import BoundedCache
 from router.text.encoding.word_patterns import Splitter, splitter_of, whole
+
+Key = TypeVar("Key", bound=Hashable)
+Value = TypeVar("Value")
+
+
+class BoundedCache(Generic[Key, Value]):
+    """A cache of at most `most_bytes`. Safe to use from several threads.
+
+    It has two generations. What is found in the older one moves to the newer one, and when that is full it becomes the
+    older one, whose entries are dropped. So an entry that is in use stays, and finding one in the newer generation
+    writes nothing. Entries over a sixteenth of the size are not kept.
+    """
+
+    def __init__(
+        self,
+        most_bytes: int,
+        size_of: Callable[[Key, Value], int],
+        new_generation: Callable[[], dict[Key, Value]] = dict,
+    ) -> None:
+        self._generation_bytes = most_bytes // 2
+        self._size_of = size_of
+        self._new_generation = new_generation
+        self._writing = Lock()
+        self.newer = new_generation()
+        self._older = new_generation()
+        self._newer_bytes = 0
+
+    def __contains__(self, key: Key) -> bool:
+        return key in self.newer or key in self._older
+
+    def get(self, key: Key) -> Value | None:
+        """The value, or None."""
+        value = dict.get(self.newer, key)
+        if value is None and (value := dict.get(self._older, key)) is not None:
+            self.put(key, value)
+        return value
+
+    def put(self, key: Key, value: Value) -> None:
+        """Remembers the value."""
+        size = self._size_of(key, value)
+        if size > self._generation_bytes // 8:
+            return
+        with self._writing:
+            if self._newer_bytes + size > self._generation_bytes:
+                self._older, self.newer, self._newer_bytes = self.newer, self._new_generation(), 0
+            self.newer[key] = value
+            self._newer_bytes += size
+
 
 _MOST_WORD_BYTES = 8 * 2**20
 _LONGEST_WORD = 64  # of those remembered, in characters
@@ -161,3 +217,37 @@ def _byte_ids(tokenizer: Tokenizer) -> list[int] | None:
 
 def _word_size(word: str, ids: tuple[int, ...]) -> int:
     return _WORD_OVERHEAD + len(word) + _ID_BYTES * len(ids)
+
+
+class AddedTokens:
+    """The tokens that the library finds in a text before anything else: the leftmost, and of those the longest.
+
+    `ids` has those for which nothing else counts than their place. The library takes white space around some others,
+    or finds them only beside white space; and it finds `normalized` ones in the text that is left.
+    """
+
+    def __init__(self, tokens: Mapping[int, AddedToken], has_normalizer: bool) -> None:
+        all_normalized = not has_normalizer and all(token.normalized for token in tokens.values())
+        self.ids = {
+            token.content: token_id
+            for token_id, token in tokens.items()
+            if not (token.lstrip or token.rstrip or token.single_word) and (all_normalized or not token.normalized)
+        }
+        contents = [token.content for token in tokens.values()]
+        self._split = re.compile(f"({_longest_of(contents)})").split if contents else None
+
+    def split(self, text: str) -> list[str]:
+        """A text without added tokens as a list of one; else the text before a token, the token, the text after it,
+        the next token, and so on."""
+        return self._split(text) if self._split else [text]
+
+
+def _longest_of(words: Sequence[str]) -> str:
+    """A pattern that matches the longest of the words. Common beginnings are compared once."""
+    alternatives = []
+    for _, group in groupby(sorted(filter(None, words)), lambda word: word[0]):
+        same = list(group)
+        begin = commonprefix(same)  # noqa: RUF071 (of texts, not of paths)
+        rest = [word[len(begin) :] for word in same]
+        alternatives.append(re.escape(begin) + (_longest_of(rest) if any(rest) else ""))
+    return f"(?:{'|'.join(alternatives)}){'' if all(words) else '?'}"

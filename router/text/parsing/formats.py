@@ -14,8 +14,7 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
-from router.text.parsing.arguments import GrowingArguments
-from router.text.parsing.blocks import BlockParser, WholeAnswerParser
+from router.text.parsing.blocks import BlockParser, GrowingArguments, WholeAnswerParser
 from router.text.parsing.parts import Parser
 
 # From a tool's name: what is written before and after the arguments of a call.

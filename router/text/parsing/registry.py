@@ -10,8 +10,18 @@ import structlog
 
 from baton.inference.v1 import generate_pb2
 from router.text.parsing.formats import DEEPSEEK, HERMES, LLAMA, MISTRAL, ToolFormat
-from router.text.parsing.parts import BrokenCall, CallPiece, Parser, Part, Reasoning, Text, ToolCall
-from router.text.parsing.reasoning import BEGIN, END, ReasoningParser
+from router.text.parsing.parts import (
+    BEGIN,
+    END,
+    BrokenCall,
+    CallPiece,
+    Parser,
+    Part,
+    Reasoning,
+    ReasoningParser,
+    Text,
+    ToolCall,
+)
 
 log = structlog.get_logger(__name__)
 

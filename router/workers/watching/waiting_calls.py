@@ -38,6 +38,9 @@ class Waiting:
         """True if another worker could answer instead of this one."""
         raise NotImplementedError
 
+    def give_up(self) -> None:
+        """The answer will not be read: whatever only serves it ends, without waiting for this worker."""
+
 
 class InterruptibleCall:
     """The body of its `with` is stopped by `interrupt`, with the error that this is given.

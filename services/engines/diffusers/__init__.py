@@ -2,6 +2,5 @@
 
 config.py    its options
 pipeline.py  a checkpoint's pipeline: its class, what it can do, and one batch of pictures
-loop.py      the thread: batches of equal shapes, steps, cancellation, measured times
-engine.py    the engine
+engine.py    the engine; the thread: batches of equal shapes, steps, cancellation, measured times
 """

@@ -1,18 +1,180 @@
-"""The engine that draws pictures by a pipeline of diffusers."""
+"""The engine that draws pictures by a pipeline of diffusers.
 
-from collections.abc import AsyncGenerator
+The engine's thread: takes drawings from a bounded queue, and computes those of equal shape that wait together.
+"""
+
+import asyncio
+from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 
 import torch
 
+from baton.errors import InvalidRequest, Overloaded
+from runtime.clock import monotonic
 from services.engines.base import DrawingRules, ModelFacts
 from services.engines.diffusers.config import DiffusionConfig
-from services.engines.diffusers.loop import DiffusionLoop
 from services.engines.diffusers.pipeline import Pipeline, fingerprint
 from services.engines.diffusion import Drawing, Picture, Step
 from services.engines.kv import embedding_layout
+from services.engines.pytorch.batch_loop import BatchJob, BatchLoop
+from services.engines.pytorch.failures import StallDetector, is_out_of_memory
 from services.engines.pytorch.model.loading import device_named
 from services.engines.pytorch.part import PyTorchPart
-from services.engines.pytorch.stall_detector import StallDetector
+
+_RETRY_SECONDS = 1.0
+_NEWEST_SHARE = 0.3  # of a measurement in the average
+_MOST_UNREAD = 4  # steps of a picture; there is no preview while more wait, since each may be megabytes
+_LONGEST_REASON = 200  # in characters
+# What pipelines raise for options that they cannot draw by.
+_REFUSALS = (ValueError, TypeError, LookupError, ArithmeticError, AssertionError)
+
+
+class _NobodyWaits(Exception):
+    """All clients of a batch have left."""
+
+
+@dataclass(eq=False, slots=True)
+class DrawJob(BatchJob[Picture]):
+    """One picture. `steps` has None at last, when `result` is there."""
+
+    drawing: Drawing
+    steps: "asyncio.Queue[Step | None]" = field(default_factory=asyncio.Queue)
+
+    @property
+    def shape(self) -> tuple[int, int, int, float]:
+        """Drawings of the same shape can be computed together."""
+        drawing = self.drawing
+        return (drawing.width, drawing.height, drawing.steps, drawing.guidance_scale)
+
+
+class StepTimes:
+    """The recent seconds of a step, by the size of a picture and the number of pictures in the batch."""
+
+    def __init__(self) -> None:
+        self._seconds: dict[tuple[int, int, int], float] = {}
+
+    def learn(self, drawing: Drawing, pictures: int, seconds: float) -> None:
+        """Adds a measurement."""
+        key = (drawing.width, drawing.height, pictures)
+        known = self._seconds.get(key, seconds)
+        self._seconds[key] = known + _NEWEST_SHARE * (seconds - known)
+
+    def step_seconds(self, drawing: Drawing, pictures: int = 1) -> float | None:
+        """None if none was measured."""
+        return self._seconds.get((drawing.width, drawing.height, pictures))
+
+
+class DiffusionLoop(BatchLoop[DrawJob]):
+    """Draws on a thread while the context is open; its load is in pictures."""
+
+    def __init__(
+        self, pipeline: Pipeline, stall_detector: StallDetector, test: Drawing, max_batch: int, max_waiting: int
+    ) -> None:
+        super().__init__("diffuser", stall_detector, max_batch, pipeline.device)
+        self._pipeline = pipeline
+        self._test_drawing = test
+        self._max_waiting = max_waiting
+        self._times = StepTimes()
+        self.steps = 0  # of batches, since the start
+
+    def submit(self, drawing: Drawing) -> DrawJob:
+        """Queues a drawing. Raises Overloaded, or the error that ended the thread."""
+        self._check_failure()
+        load = self.load
+        if load.waiting >= self._max_waiting:
+            raise Overloaded(f"{load.waiting} pictures wait already", retry_after_seconds=_RETRY_SECONDS)
+        job = self._new_job(drawing)
+        self._enqueue([job])
+        return job
+
+    async def test(self) -> None:
+        """Draws with as few steps as there can be. Raises EngineFailed."""
+        job = self._new_job(self._test_drawing)
+        job.is_test = True
+        await self._test(job)
+
+    def predicted_seconds(self, drawing: Drawing) -> float | None:
+        """The seconds that a drawing would take from now; None if no step was measured."""
+        ahead = sum(
+            (self._times.step_seconds(job.drawing) or 0.0) * job.drawing.steps
+            for job in self._unfinished
+            if not job.began and not job.is_test
+        )
+        each = self._times.step_seconds(drawing)
+        return None if each is None else each * drawing.steps + ahead / self._most_at_once
+
+    def _new_job(self, drawing: Drawing) -> DrawJob:
+        job = DrawJob(self._loop.create_future(), drawing)
+        job.result.add_done_callback(lambda _: job.steps.put_nowait(None))
+        return job
+
+    def _compute(self, jobs: Sequence[DrawJob]) -> None:
+        for alike in _by_shape([job for job in jobs if not job.result.done()]):
+            for job in alike:
+                job.began = True
+            try:
+                self._draw(alike)
+            except _NobodyWaits:
+                pass
+            except (RuntimeError, *_REFUSALS) as error:
+                if any(job.is_test for job in alike) or not self._can_go_on(error):
+                    raise
+                self._refuse(alike, error)
+        self._pipeline.free()
+
+    def _draw(self, jobs: Sequence[DrawJob]) -> None:
+        pictures = self._pipeline.draw([job.drawing for job in jobs], self._after_step(jobs))
+        for job, png in zip(jobs, pictures, strict=True):
+            self._post(job, Picture(png, job.drawing.width, job.drawing.height))
+
+    def _can_go_on(self, error: Exception) -> bool:
+        """True if it is only these drawings that fail, as those of a size that the networks cannot have."""
+        if not isinstance(error, RuntimeError):
+            return True
+        if is_out_of_memory(error):
+            return False
+        try:
+            self._pipeline.draw([self._test_drawing], lambda _done, _preview: None)
+        except RuntimeError:
+            return False
+        return True
+
+    def _refuse(self, jobs: Sequence[DrawJob], error: Exception) -> None:
+        text = f"{self._pipeline.name} cannot draw this: {str(error)[:_LONGEST_REASON]}"
+        for job in jobs:
+            self._post(job, InvalidRequest.of("options", text))
+
+    def _after_step(self, jobs: Sequence[DrawJob]) -> Callable[[int, Callable[[int], bytes]], None]:
+        """Measures each step but the first, tells the clients that still wait, and ends a batch without any."""
+        drawing, began = jobs[0].drawing, monotonic()
+
+        def after_step(done: int, preview: Callable[[int], bytes]) -> None:
+            nonlocal began
+            self.steps += 1
+            now = monotonic()
+            if done > 1:
+                self._times.learn(drawing, len(jobs), now - began)
+            if all(job.result.cancelled() for job in jobs):
+                raise _NobodyWaits
+            each = self._times.step_seconds(drawing, len(jobs))
+            remaining = None if each is None else each * (drawing.steps - done)
+            for index, job in enumerate(jobs):
+                every = job.drawing.preview_steps
+                is_wanted = not job.result.cancelled() and job.steps.qsize() <= _MOST_UNREAD
+                is_due = every and done % every == 0 and done < drawing.steps and is_wanted
+                step = Step(done, drawing.steps, remaining, preview(index) if is_due else b"")
+                self._loop.call_soon_threadsafe(job.steps.put_nowait, step)
+            began = monotonic()
+
+        return after_step
+
+
+def _by_shape(jobs: Sequence[DrawJob]) -> Iterator[list[DrawJob]]:
+    shapes: dict[tuple[int, int, int, float], list[DrawJob]] = {}
+    for job in jobs:
+        shapes.setdefault(job.shape, []).append(job)
+    yield from shapes.values()
+
 
 _TEST_STEPS = 2  # some solvers cannot do with one
 

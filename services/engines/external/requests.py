@@ -1,16 +1,19 @@
-"""The requests inside an engine of another package: followed to their end, and counted."""
+"""The requests inside an engine of another package: followed to their end, and counted.
+
+Reports of log probabilities in our words. Engines have mappings of token ids to objects with a `logprob`.
+"""
 
 import asyncio
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 import structlog
 
 from baton.errors import BatonError, EngineFailed, Overloaded, Unavailable
 from runtime.clock import monotonic
-from services.engines.answer import Tokens
+from services.engines.answer import PromptLogprobs, TokenLogprob, Tokens
 
 
 class SlowReader:
@@ -193,3 +196,27 @@ def text_of(error: BaseException) -> str:
     """An error of another package, in one line, with its cause: vLLM raises some without a message of their own."""
     text = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
     return f"{text}, from {text_of(error.__cause__)}" if error.__cause__ else text
+
+
+def token_logprob(token_id: int, report: Mapping[int, Any] | float, top: int) -> TokenLogprob:
+    """Converts a report of the likeliest tokens and the sampled one, wherever it ranks; or of its number alone."""
+    if isinstance(report, float):
+        return TokenLogprob(token_id, report)
+    return TokenLogprob(token_id, float(report[token_id].logprob), _likeliest(report, top))
+
+
+def prompt_logprobs(token_ids: Sequence[int], reports: Sequence[Mapping[int, Any] | None], top: int) -> PromptLogprobs:
+    """Converts one report for each token of a prompt, of which the first is empty. Each has at least `top` tokens."""
+    pairs = list(zip(token_ids, reports, strict=False))[1:]
+    told = [token_logprob(token_id, report or {}, top) for token_id, report in pairs]
+    return PromptLogprobs(
+        logprobs=tuple(each.logprob for each in told),
+        top=top,
+        top_ids=tuple(token_id for each in told for token_id, _ in each.top),
+        top_logprobs=tuple(logprob for each in told for _, logprob in each.top),
+    )
+
+
+def _likeliest(report: Mapping[int, Any], top: int) -> tuple[tuple[int, float], ...]:
+    ranked = sorted(report.items(), key=lambda item: -item[1].logprob)
+    return tuple((token_id, float(value.logprob)) for token_id, value in ranked[:top])

@@ -8,14 +8,12 @@ engine_loop.py    the engine's thread: takes commands, runs steps, delivers resu
 core.py           the life of requests, and the steps that compute them
 steps/            which sequences a step computes, and what follows from its outcome
 sequence.py       one request: its tokens, its blocks, its progress
-event_queue.py    events of a request that wait for their reader
-stream.py         the generator that `decode` returns
+stream.py         the generator that `decode` returns; events of a request that wait for their reader
 
 config.py         the engine's configuration
 parts.py          model, pool, memory, tiers and runner, which requests share
 facts.py          what it says of a loaded model
-stall_detector.py detects a thread that hangs
-failures.py       PyTorch's exceptions as errors: a device that failed, short memory, another failure
+failures.py       PyTorch's exceptions as errors: a failed device, short memory, another; a thread that hangs
 part.py           the skeleton of the encoder and the embedder
 batch_loop.py     a thread that computes all jobs that wait together, for the encoder and the embedder
 

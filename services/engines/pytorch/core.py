@@ -11,8 +11,7 @@ from services.engines.prompt import Prompt, Sampling
 from services.engines.pytorch.config import PyTorchConfig
 from services.engines.pytorch.facts import facts_of
 from services.engines.pytorch.guidance.vocabulary import open_vocabulary
-from services.engines.pytorch.kv_cache.blocks import CacheListener
-from services.engines.pytorch.kv_cache.prefix import HashChain
+from services.engines.pytorch.kv_cache.blocks import CacheListener, HashChain
 from services.engines.pytorch.lora.layers import NO_SLOT
 from services.engines.pytorch.model import checkpoint
 from services.engines.pytorch.parallel.followers import Followers
@@ -24,8 +23,8 @@ from services.engines.pytorch.sequence import Event, Failed, Sink, State, TokenS
 from services.engines.pytorch.speculation.drafting import Drafter
 from services.engines.pytorch.steps.outcomes import StepOutcomes
 from services.engines.pytorch.steps.pipeline import StepPipeline
-from services.engines.pytorch.steps.reservations import BlockReservation
 from services.engines.pytorch.steps.scheduler import Scheduler
+from services.engines.pytorch.steps.tier_loads import BlockReservation
 
 
 class EngineCore:

@@ -11,7 +11,7 @@ from baton.errors import BatonError
 from services.engines.answer import Finished, FinishReason, FromTiers, PromptLogprobs, TokenLogprob
 from services.engines.kv_events import KvTier
 from services.engines.prompt import MediaSpan, Prompt, Retained, Sampling
-from services.engines.pytorch.kv_cache.prefix import HashChain
+from services.engines.pytorch.kv_cache.blocks import HashChain
 from services.engines.pytorch.kv_cache.tiers.jobs import Load
 from services.engines.pytorch.lora.layers import NO_SLOT
 from services.engines.pytorch.sampling.prompt_logprobs import LARGEST_CHUNK, PromptReport

@@ -1,5 +1,9 @@
-"""A running generation for its reader: an asynchronous generator that can be closed at any point."""
+"""A running generation for its reader: an asynchronous generator that can be closed at any point.
 
+A request's events, which wait for their reader.
+"""
+
+import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from types import TracebackType
@@ -10,9 +14,45 @@ from services.engines.generation import Generation
 from services.engines.kv import HeldKv, LentKv
 from services.engines.pytorch.core import EngineCore
 from services.engines.pytorch.engine_loop import EngineLoop
-from services.engines.pytorch.event_queue import EventQueue
 from services.engines.pytorch.kv_cache.held_kv import HeldPrompt, lend
 from services.engines.pytorch.sequence import Event, Failed, Held, HeldDecode, Token, TokenSequence
+
+
+class EventQueue:
+    """Events in order, used in the event loop. A reader pulls all waiting events at once."""
+
+    __slots__ = ("_arrived", "_closed", "_events", "listener")
+
+    def __init__(self) -> None:
+        self._events: list[Event] = []
+        self._arrived = asyncio.Event()
+        self._closed = False
+        self.listener: Callable[[], None] | None = None  # is told of each event
+
+    def put(self, event: Event) -> None:
+        """Adds an event and wakes the reader."""
+        self._events.append(event)
+        self._arrived.set()
+        if self.listener is not None:
+            self.listener()
+
+    def close(self) -> None:
+        """Wakes the reader; no more events will come."""
+        self._closed = True
+        self._arrived.set()
+
+    def pull_now(self) -> list[Event]:
+        """All events that are there, perhaps none."""
+        events, self._events = self._events, []
+        return events
+
+    async def pull(self) -> list[Event]:
+        """Returns all waiting events, at least one; none only after `close`."""
+        await self._arrived.wait()
+        events, self._events = self._events, []
+        if not self._closed:
+            self._arrived.clear()
+        return events
 
 
 @dataclass(frozen=True, slots=True)

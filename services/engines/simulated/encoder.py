@@ -6,15 +6,13 @@ import asyncio
 import hashlib
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from types import TracebackType
 
 import numpy
 from typing_extensions import Self
 
 from baton.errors import ConfigError, EngineFailed, Overloaded
 from runtime.clock import monotonic
-from services.engines.base import EmbeddingRules, EncoderLoad, EnginePart, ModelFacts
-from services.engines.embedding import Vector
+from services.engines.base import EmbeddingRules, EncoderLoad, EnginePart, ModelFacts, Vector
 from services.engines.prompt import Embedding, Media, MediaSpan
 from services.engines.simulated.config import SimulatedConfig
 from services.engines.simulated.facts import kv_layout, model_facts
@@ -40,9 +38,7 @@ class SimulatedPart(EnginePart):
         self._facts = self._new_facts(vocabulary, monotonic() - started)
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *exception: object) -> None:
         """Frees nothing."""
 
     @property

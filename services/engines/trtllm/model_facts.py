@@ -8,7 +8,7 @@ from typing import Any
 
 from baton.errors import ConfigError
 from services.engines.base import ImageRules, ModelFacts
-from services.engines.external.checkpoint import kv_layout, read_model
+from services.engines.external.package import kv_layout, read_model
 from services.engines.kv import KvLayout, embedding_layout
 from services.engines.pytorch.model.checkpoint import end_ids, fingerprint, model_files, read_json
 from services.engines.trtllm.config import EngineArguments, TrtllmConfig

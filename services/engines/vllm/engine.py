@@ -22,8 +22,7 @@ from services.engines.lora.adapters import LoraAdapters
 from services.engines.prompt import Prompt, Sampling
 from services.engines.vllm.config import VllmConfig
 from services.engines.vllm.facts import vllm_facts
-from services.engines.vllm.handoff.held import HeldByVllm, VllmHeldKv
-from services.engines.vllm.handoff.state import Remembered, read_state
+from services.engines.vllm.handoff import HeldByVllm, Remembered, VllmHeldKv, read_state
 from services.engines.vllm.loading import EngineStart, ResolvedVllm, can_hand_over, end, start
 from services.engines.vllm.lora_slots import CopiedLora, VllmLoraSlots, linear_shapes
 from services.engines.vllm.monitoring import metrics
@@ -32,12 +31,11 @@ from services.engines.vllm.monitoring.metrics import VllmStatistics
 from services.engines.vllm.orphans import OrphanWatch
 from services.engines.vllm.package import VllmPackage
 from services.engines.vllm.requests.builder import Budgeted, VllmRequestBuilder, seeded
-from services.engines.vllm.requests.endings import finished, prefilled
 from services.engines.vllm.requests.generation import KnownTokensDiffer, VllmGeneration
-from services.engines.vllm.requests.guided import GuideChecks
 from services.engines.vllm.requests.inflight import VllmLimits, VllmRequests
 from services.engines.vllm.requests.plan import Plan, behind_emitted, plan
-from services.engines.vllm.requests.stream import RunningStream
+from services.engines.vllm.requests.sampling import GuideChecks
+from services.engines.vllm.requests.stream import RunningStream, finished, prefilled
 
 _FIRST_STEP_SECONDS = 300.0
 

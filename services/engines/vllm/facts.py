@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import Any
 
 from services.engines.base import ModelFacts
-from services.engines.external.checkpoint import kv_layout, read_model
+from services.engines.external.package import kv_layout, read_model
 from services.engines.kv import KvLayout
 from services.engines.pytorch.model.checkpoint import end_ids, fingerprint, model_files, read_json
 from services.engines.vllm.config import VllmArguments, VllmConfig

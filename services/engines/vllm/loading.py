@@ -15,11 +15,11 @@ import structlog
 from baton.errors import ConfigError, EngineFailed
 from runtime.threads import daemon_call
 from services.engines.external.argument_places import MergedArguments
-from services.engines.lora.options import LoraOptions
+from services.engines.lora.catalog import LoraOptions
 from services.engines.vllm.config import VllmArguments, VllmConfig
 from services.engines.vllm.facts import has_vision
 from services.engines.vllm.package import VllmPackage
-from services.engines.vllm.requests.guided import BACKEND
+from services.engines.vllm.requests.sampling import BACKEND
 
 log = structlog.get_logger(__name__)
 

@@ -25,6 +25,8 @@ WRONG: dict[str, tuple[Any, str]] = {
     "no limit": ({"max_tokens": None}, "max_tokens: "),
     "a limit of 0": ({"max_tokens": 0}, "max_tokens: "),
     "no turns": ({"messages": []}, "messages: is empty"),
+    "no turns but a system prompt": ({"messages": [], "system": "Be brief."}, "messages: is empty"),
+    "a tool given twice": ({"tools": [TOOL, TOOL]}, "tools[1].name: is that of tool 0, too"),
     "an unknown field": ({"container": "x"}, "container: Extra inputs"),
     "an unknown role": ({"messages": [{"role": "tool", "content": "x"}]}, "messages[0].role: "),
     "an unknown block": (turn({"type": "document"}), "messages[0].content[0]: Input tag 'document'"),

@@ -107,7 +107,16 @@ async def test_a_wrong_grammar_is_named(model: Bench) -> None:
     ids=["option", "schema"],
 )
 async def test_no_key_of_the_sampling_parameters_may_be_given_twice(model: Bench, text: str) -> None:
-    with pytest.raises(grpc.aio.AioRpcError, match="is given twice") as refused:
+    with pytest.raises(grpc.aio.AioRpcError, match="given more than once") as refused:
         await text_of(model, sampling=text)
     assert refused.value.code() == grpc.StatusCode.INVALID_ARGUMENT
     assert "inputs.sampling_parameters" in str(refused.value.details())
+
+
+@in_shared_loop
+async def test_an_input_has_its_elements_at_one_place(model: Bench) -> None:
+    request = text_request("x")
+    request.raw_input_contents.append(b"\x01\0\0\0y")
+    with pytest.raises(grpc.aio.AioRpcError, match=r"inputs\.text_input\.contents: is set beside raw") as refused:
+        await infer(model.address, request)
+    assert refused.value.code() == grpc.StatusCode.INVALID_ARGUMENT

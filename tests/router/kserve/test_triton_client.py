@@ -142,7 +142,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"parameters": {"logit_bias": "[[1, 2]]"}}, "parameters.logit_bias"),
     ({"parameters": {"logit_bias": '{"1": true}'}}, "parameters.logit_bias"),
     ({"parameters": {"logit_bias": '{"1_0": 1}'}}, "parameters.logit_bias"),
-    ({"parameters": {"logit_bias": '{"1": 1, "1": 2}'}}, "parameters.logit_bias: 1 is given twice"),
+    ({"parameters": {"logit_bias": '{"1": 1, "1": 2}'}}, "parameters.logit_bias: 1 is given more than once"),
     ({"parameters": {"seed": 1, "random_seed": 2}}, "sampling.seed is given twice"),
     ({"parameters": {"stop": "a"}, "sampling": {"stop": "b"}}, "stopping.stop is given twice"),
 ]

@@ -2,6 +2,7 @@
 
 import json
 import random
+import re
 
 import pytest
 
@@ -88,3 +89,17 @@ def test_texts_are_counted_in_characters_and_images_apart() -> None:
     source = {"type": "base64", "data": "x" * 390_000}
     value = {"prompt": "日" * 100_000, "image_url": {"url": "data:" + "x" * 390_000}, "source": source}
     assert parse(json.dumps(value).encode(), LIMITS) == value
+
+
+@pytest.mark.parametrize("long", [b"short", LONG], ids=["small", "large"])
+@pytest.mark.parametrize(
+    ("body", "path"),
+    [
+        (b'{"a": 1, "b": "%s", "a": 2}', "a"),
+        (b'{"a": [{"b": "%s"}, {"c": {"d": 1, "d": 1}}]}', "a[1].c.d"),
+        (b'{"a": {"%s": 1, "b": 1, "\\u0062": 1}}', "a.b"),
+    ],
+)
+def test_a_name_that_is_given_more_than_once_is_refused_by_its_path(body: bytes, path: str, long: bytes) -> None:
+    with pytest.raises(InvalidRequest, match=rf"{re.escape(path)}: is given more than once"):
+        parse(body % long)

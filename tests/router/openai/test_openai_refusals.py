@@ -23,6 +23,9 @@ TOOL: Any = {
     "function": {"name": "weather", "description": "The weather", "parameters": {"type": "object", "properties": {}}},
 }
 
+CALL: Any = {"id": "a", "type": "function", "function": {"name": "a b", "arguments": "{}"}}
+CALLING: Any = {"role": "assistant", "tool_calls": [CALL]}
+
 
 def key_client(address: str, key: str) -> openai.AsyncOpenAI:
     return openai.AsyncOpenAI(base_url=f"http://{address}/v1", api_key=key, max_retries=0, default_headers=ALONE)
@@ -31,7 +34,13 @@ def key_client(address: str, key: str) -> openai.AsyncOpenAI:
 REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("temperature", {"temperature": -1.0}, "temperature"),
     ("max_tokens", {"max_tokens": 0}, "max_tokens"),
+    ("max_completion_tokens", {"max_completion_tokens": 0, "max_tokens": 5}, "max_completion_tokens"),
     ("n", {"n": 99}, "n"),
+    ("a number for a truth value", {"extra_body": {"store": 0}}, "store"),
+    ("store", {"store": True}, "store"),
+    ("the name of a tool", {"tools": [{**TOOL, "function": {"name": "a b"}}]}, "tools[0].function.name"),
+    ("a tool that is given twice", {"tools": [TOOL, TOOL]}, "tools[1].function.name"),
+    ("a call's name", {"messages": [CALLING]}, "messages[0].tool_calls[0].function.name"),
     ("unknown field", {"extra_body": {"frequncy": 1}}, "frequncy"),
     ("unknown field, guided", {"extra_body": {"guided_choice": ["a"]}}, "guided_choice"),
     ("top_logprobs alone", {"top_logprobs": 3}, "top_logprobs"),
@@ -71,6 +80,10 @@ async def test_what_the_model_cannot_do_is_refused(served: Bench, what: str, fie
         ({"type": "reasoning", "contents": []}, "input[0].contents"),
         ({"role": "user", "content": [{"type": "input_text"}]}, "input[0].content[0].text"),
         ({"type": "web_search_call"}, "input[0].type"),
+        ({"role": "user", "content": []}, "input[0].content"),
+        ({"type": "function_call_output", "call_id": "c", "output": []}, "input[0].output"),
+        ({"type": "function_call", "call_id": "c", "name": "a b", "arguments": "{}"}, "input[0].name"),
+        ({"type": "function_call", "call_id": "c", "name": "a", "arguments": "["}, "input[0].arguments"),
     ],
 )
 async def test_a_wrong_item_of_a_response_is_named(served: Bench, item: dict[str, Any], param: str) -> None:
@@ -78,6 +91,24 @@ async def test_a_wrong_item_of_a_response_is_named(served: Bench, item: dict[str
     with pytest.raises(openai.BadRequestError) as refused:
         await client_of(served).responses.create(model="demo", input=wrong)
     assert param in [part.partition(": ")[0] for part in str(refused.value.body["message"]).split("; ")]  # type: ignore[index]
+
+
+async def test_wrong_items_after_others_are_named(served: Bench) -> None:
+    call = {"type": "function_call", "call_id": "c", "name": "a", "arguments": "{}"}
+    items: Any = [
+        {"role": "assistant", "content": "x"},
+        call,
+        {**call, "name": "a b"},
+        {"type": "reasoning", "content": [{"type": "reasoning_text", "text": "hm"}]},
+        {**call, "arguments": "["},
+        {"role": "user", "content": []},
+    ]
+    with pytest.raises(openai.BadRequestError) as refused:
+        await client_of(served).responses.create(
+            model="demo", input=items, instructions="Be brief.", max_output_tokens=0
+        )
+    named = [part.partition(": ")[0] for part in str(refused.value.body["message"]).split("; ")]  # type: ignore[index]
+    assert named == ["input[2].name", "input[4].arguments", "input[5].content", "max_output_tokens"]
 
 
 async def test_best_of_and_embeddings_of_a_model_without_them_are_refused(served: Bench) -> None:

@@ -251,11 +251,11 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
         {"response_format": {"type": "json_object"}, "extra_body": {"structured_outputs": {"regex": "a"}}},
         "response_format",
     ),
-    ("tool", {"tools": [tool("a", TURN_OFF), tool("b", {"not": {}}, strict=True)]}, "tools[1].parameters.not"),
+    ("tool", {"tools": [tool("a", TURN_OFF), tool("b", {"not": {}}, strict=True)]}, "tools[1].function.parameters.not"),
     (
         "name",
         {"tools": [tool("a", TURN_OFF)], "tool_choice": {"type": "function", "function": {"name": "b"}}},
-        "tool_choice.name",
+        "tool_choice.function.name",
     ),
     ("no tools", {"tool_choice": "required"}, "tool_choice"),
     (

@@ -11,8 +11,7 @@ from support.router.worker_views import worker
 from baton.errors import BatonError
 from baton.inference.v1 import generate_pb2
 from baton.inference.v1.inference_service_pb2_grpc import InferenceServiceStub
-from router.picker.body import read_request
-from router.picker.endpoints import Endpoints
+from router.picker.picks import Endpoints, read_request
 from router.workers.handle import WorkerHandle
 from rpc.channels import open_channel
 

@@ -123,11 +123,11 @@ async def test_a_reader_that_is_slow_gets_the_same_from_another_router() -> None
         call = running.stub.Generate(request)
         async for message in call:
             received.add(message)
-            await asyncio.sleep(0.01)
+            await asyncio.sleep(0.004)
             if received.tokens > 600:
                 call.cancel()
                 break
         async for message in other.ResumeGeneration(received.resume(with_copy=False)):
             received.add(message)
-            await asyncio.sleep(0.005)
+            await asyncio.sleep(0.002)
         assert received.whole == expected.whole

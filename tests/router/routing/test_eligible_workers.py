@@ -7,7 +7,7 @@ from support.cluster.in_process import PATIENT, bench, simulated
 from baton.inference.v1 import cluster_service_pb2
 from discovery.record import WorkerRecord
 from router.routing.filters import EligibleWorkers
-from router.routing.known_loras import KnownLoras
+from router.routing.policy import KnownLoras
 
 
 @dataclass

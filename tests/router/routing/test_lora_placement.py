@@ -9,9 +9,8 @@ from baton.errors import InvalidRequest, NoWorker, Unsupported
 from baton.inference.v1 import lora_pb2, model_pb2
 from discovery.record import WorkerRecord
 from router.routing.filters import Constraints, filter_workers
-from router.routing.known_loras import KnownLoras
-from router.routing.loras import prefer_loaded
-from router.routing.policy import Candidates
+from router.routing.policy import Candidates, KnownLoras
+from router.routing.scoring import prefer_loaded
 from router.text.served_model import ServedModel
 from router.workers.loras import find_lora, split_name
 

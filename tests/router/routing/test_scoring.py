@@ -7,7 +7,7 @@ import pytest
 from baton.inference.v1 import cluster_service_pb2
 from discovery.record import WorkerRecord
 from router.routing.filters import Constraints, Rejected, filter_workers
-from router.routing.known_loras import KnownLoras
+from router.routing.policy import KnownLoras
 from router.routing.retry import RetryBudget
 from router.routing.scoring import Preferences, pick, score_workers, slowness
 

@@ -10,8 +10,7 @@ from hypothesis import strategies as st
 
 from router.text.parsing import registry
 from router.text.parsing.formats import DEEPSEEK, HERMES, LLAMA, MISTRAL, ToolFormat
-from router.text.parsing.parts import Parser, Reasoning, Text, ToolCall
-from router.text.parsing.reasoning import ReasoningParser
+from router.text.parsing.parts import Parser, Reasoning, ReasoningParser, Text, ToolCall
 
 NAMES = {"weather", "now"}
 FORMATS = [HERMES, LLAMA, MISTRAL, DEEPSEEK]

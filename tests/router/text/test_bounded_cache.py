@@ -1,6 +1,6 @@
 """A cache forgets what was not used lately, and never grows past its bound."""
 
-from router.text.encoding.bounded_cache import BoundedCache
+from router.text.encoding.pieces import BoundedCache
 
 
 def cache(most_bytes: int) -> BoundedCache[str, str]:

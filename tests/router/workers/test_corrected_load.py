@@ -1,6 +1,6 @@
 """A worker's load between its reports."""
 
-from router.workers.watching.corrected_load import CorrectedLoad
+from router.workers.watching.report_stream import CorrectedLoad
 
 
 def test_what_has_ended_since_it_was_reported_is_not_counted() -> None:

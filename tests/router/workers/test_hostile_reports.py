@@ -21,7 +21,7 @@ from baton.inference.v1.model_pb2 import ModelCapabilities, ModelLimits
 from discovery.record import LORA, WorkerRecord
 from router.config import RoutingConfig
 from router.placement.kv_events import KvSubscriber
-from router.routing.known_loras import KnownLoras
+from router.routing.policy import KnownLoras
 from router.routing.prefix.prefix_caches import Cache, PrefixCaches
 from router.text.served_model import ServedModel
 from router.workers import loras

@@ -1,6 +1,7 @@
 """The cost of a request before it is validated: fields are counted, compression is refused or bounded."""
 
 import gzip
+import sys
 import zlib
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -63,6 +64,30 @@ def test_too_many_fields_are_never_parsed(name: str) -> None:
     assert peak.megabytes < 8
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="of Linux")
+@pytest.mark.parametrize("size", [4 * MIB, 64 * MIB])
+async def test_the_memory_of_a_large_request_is_given_back_where_it_is_read(size: int) -> None:
+    prompt = "x" * (size - 100)
+    wire = bytearray(pb.GenerateRequest(prompt=prompt).SerializeToString())
+    asked: list[pb.GenerateRequest | MalformedRequest] = []
+
+    async def keep(request: Any, _context: object) -> None:
+        asked.append(request)
+
+    most = TextLimits(8 * MIB, 8 * MIB)
+    with ThreadPoolExecutor(1) as threads:
+        reader = Reader(ReadLimits(64 * MIB, MOST), threads, lambda _: most)
+        deserialize = reader.deserializer(pb.GenerateRequest.FromString)
+        assert deserialize is not None
+        await reader.read("Generate", keep)(deserialize(wire), None)  # type: ignore[arg-type]
+    assert wire.count(b"x") < 10_000  # within its first and its last page
+    if size < most.each:
+        assert isinstance(asked[0], pb.GenerateRequest)
+        assert asked[0].prompt == prompt
+    else:
+        assert isinstance(asked[0], MalformedRequest)
+
+
 def test_large_contents_count_as_one_field() -> None:
     message = pb.GenerateRequest(prompt="x" * MIB, media=[{"data": bytes(4 * MIB)}])
     assert count_fields(pb.GenerateRequest.DESCRIPTOR, message.SerializeToString(), 10)
@@ -84,7 +109,7 @@ def test_what_counting_cannot_follow_is_not_parsed() -> None:
     assert not count_fields(pb.GenerateRequest.DESCRIPTOR, group + field(5, EMPTY * 100), 10)
 
 
-@settings(max_examples=300)
+@settings(max_examples=300, deadline=None)
 @given(st.binary(max_size=200))
 def test_bytes_that_counting_takes_for_malformed_are_no_message_of_ours(wire: bytes) -> None:
     try:

@@ -15,13 +15,13 @@ from baton.inference.v1 import generate_pb2 as pb
 from devtools.trace_viewer import reading
 from devtools.trace_viewer.contract import Verdict, verify
 from devtools.trace_viewer.reading import read
-from router.config import AdmissionConfig, QuotaConfig, QuotasConfig
+from router.config import AdmissionConfig, MovingConfig, QuotaConfig, QuotasConfig
 from services.config import HandoffConfig
 
 LONG = pb.GenerateRequest(prompt="hello", request_id="r-1", stopping={"max_tokens": 200})
 # Of requests that are only there to be in the way.
 UNTRACED = (("traceparent", "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-00"),)
-SLOW_PREFILL = simulated("p1", "prefill", prefill_base_seconds=0.6)
+SLOW_PREFILL = simulated("p1", "prefill", prefill_base_seconds=10.0)
 SLOW_DECODE = simulated("d1", "decode", decode_step_seconds=0.01)
 
 
@@ -257,7 +257,8 @@ async def test_a_decode_that_is_lost_for_good_fails() -> None:
 
 async def test_a_decode_worker_that_drains() -> None:
     slow = [simulated(name, "decode", decode_step_seconds=0.02) for name in ("d1", "d2")]
-    async with traced(PREFILL, *slow) as cluster:
+    # Otherwise the router may hear of the drain in time to move the stream, which is then not lost.
+    async with traced(PREFILL, *slow, moving=MovingConfig(at_once=0)) as cluster:
         task = asyncio.create_task(generated(cluster, prompt="hello", stopping={"max_tokens": 40}))
         drained = cluster.running.workers[await busy(cluster, "d1", "d2")].drainer
         async with aclosing(drained.drain(0.0)) as stages:

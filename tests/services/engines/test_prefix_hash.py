@@ -2,7 +2,7 @@
 
 from runtime.prefix_hash import block_hashes
 from services.engines.prompt import MediaSpan, Prompt
-from services.engines.pytorch.kv_cache.prefix import HashChain
+from services.engines.pytorch.kv_cache.blocks import HashChain
 from services.engines.simulated.sequence import chain
 
 IDS = tuple(range(1, 101))

@@ -5,7 +5,7 @@ import random
 import pytest
 import torch
 
-from services.engines.memory.scratch import Scratch
+from services.engines.memory.shared_pool import Scratch
 from services.engines.pytorch.kv_cache.digester import Digester
 from services.engines.seals import host_digests
 

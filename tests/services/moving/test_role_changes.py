@@ -21,8 +21,7 @@ from services.handoff.leases import LeaseTable
 from services.handoff.service import HandoffOwner
 from services.identity import Identity, WorkerRegistration
 from services.moving.roles import RoleChanger
-from services.moving.running import RunningDecodes
-from services.moving.shedding import Shedding
+from services.moving.running import RunningDecodes, Shedding
 from services.requests.calls import Calls
 from services.requests.fault_injection import FaultReader
 
@@ -120,7 +119,7 @@ async def test_a_change_ends_while_the_new_role_always_holds_a_handoff() -> None
                 for _ in range(8):
                     await streams.enter_async_context(running_stream(cluster.bench, 3, **LONG))
                 assert cluster.running("x")
-                await client.change_role("x", "prefill", timeout_seconds=3)
+                await client.change_role("x", "prefill", timeout_seconds=30)
             assert cluster.workers["x"].identity.roles == ("prefill",)
             await eventually(lambda: len(cluster.workers["x"].leases) > 0)
         finally:

@@ -20,7 +20,7 @@ from discovery.memory import MemoryRegistry
 from discovery.record import WorkerRecord
 from discovery.registry import Registration, Registry, WorkerKeys
 from runtime.entropy import token_hex
-from services.moving.role_claim import RoleClaim, kind_of
+from services.moving.roles import RoleClaim, kind_of
 from services.server import Worker, host_worker
 
 

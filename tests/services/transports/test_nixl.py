@@ -18,8 +18,7 @@ from baton.errors import ConfigError
 from rpc.auth.tls import TlsConfig, TlsSection
 from runtime.aio import timeout
 from services.config import WorkerConfig
-from services.engines.memory.scratch import Scratch
-from services.engines.memory.shared_pool import SharedPool
+from services.engines.memory.shared_pool import Scratch, SharedPool
 from services.server import host_worker
 from services.transports import nixl_agent
 from services.transports.base import PoolShape, Transfer, TransferFailed, TransportUnavailable

@@ -11,7 +11,7 @@ from support.engines.device import DEVICE
 from support.transports.device_pools import BLOCK_BYTES, BLOCKS, gpu_owner, gpu_pool, words
 from support.transports.nixl import needs_nixl, owner_process
 
-from services.engines.memory.scratch import Scratch
+from services.engines.memory.shared_pool import Scratch
 from services.transports.base import PoolShape, Transfer, TransferFailed, TransportUnavailable
 from services.transports.registry import open_transports
 

@@ -1,9 +1,15 @@
 """The invariants of every run, whatever goes wrong: a class each. docs/simulation.md says which have caught something.
 
-base (what they are told), answers, ends (statuses, cancelled work, leases), blocks, tables, fleet (recovery, quotas,
-logs).
+base (what they are told), answers, ends (statuses, cancelled work, leases), agreement (of both ends), blocks, tables,
+fleet (recovery, quotas, logs).
 """
 
+from simulation.invariants.agreement import (
+    CallsHaveCallers,
+    DeadlinesArePassedOn,
+    NothingWaitsForTheLost,
+    WindowsAgree,
+)
 from simulation.invariants.answers import AnswersAreRight, ImagesAreTheirOwn, SequencesAreWhole, UsageIsRight
 from simulation.invariants.base import Invariant
 from simulation.invariants.blocks import BlocksHaveOneOwner, EngineFollowsCalls, KvIsConfirmed, KvIsOfItsPrompt
@@ -26,6 +32,10 @@ INVARIANTS: tuple[type[Invariant], ...] = (
     StatusesAreRight,
     CancelledWorkStops,
     RequestsAreSomewhere,
+    CallsHaveCallers,
+    NothingWaitsForTheLost,
+    DeadlinesArePassedOn,
+    WindowsAgree,
     ExpiredLeasesAreExplained,
     BlocksHaveOneOwner,
     KvIsOfItsPrompt,

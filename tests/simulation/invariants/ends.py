@@ -27,6 +27,9 @@ _NEVER = {
     "OUT_OF_RANGE",
 }
 
+# Nor may these end a call between processes.
+_WRONG = {"UNKNOWN", "INTERNAL", "INVALID_ARGUMENT", "DATA_LOSS", "OUT_OF_RANGE"}
+
 
 class EveryCallEnds(Invariant):
     """No call outlives its deadline by much, at its client and at workers, whatever was lost; a client always gets an
@@ -69,7 +72,13 @@ class EveryCallEnds(Invariant):
 
 
 class StatusesAreRight(Invariant):
-    """A status says what happened: an answer that nothing disturbed is whole, and an error has its cause."""
+    """A status says what happened: an answer that nothing disturbed is whole, and an error has its cause. No process of
+    the fleet finds what another one sends wrong.
+    """
+
+    def logged(self, name: str, method: str, event: dict[str, Any], error: Any) -> None:
+        if event.get("event") == "call ended" and event.get("code") in _WRONG:
+            self.problem(f"at {name}: a call has ended with {event['code']}, and nobody sends what is wrong: {event}")
 
     def ended(self, result: Any) -> None:
         asked, code = result.asked, result.code

@@ -8,13 +8,12 @@ from typing import Protocol
 from services.engines.memory.allocation import AllocationRules
 from services.engines.memory.shared_pool import SharedPool
 from services.engines.prompt import Prompt, Sampling
-from services.engines.pytorch.kv_cache.blocks import BlockPool
-from services.engines.pytorch.kv_cache.prefix import HashChain
+from services.engines.pytorch.kv_cache.blocks import BlockPool, HashChain
 from services.engines.pytorch.sampling.sampling import SamplerState
 from services.engines.pytorch.sequence import State, TokenSequence
-from services.engines.pytorch.steps.reservations import BlockReservation
 from services.engines.pytorch.steps.scheduler import Scheduler as PyTorchScheduler
 from services.engines.pytorch.steps.scheduler import SchedulerLimits
+from services.engines.pytorch.steps.tier_loads import BlockReservation
 from services.engines.simulated.blocks import Blocks, Contents
 from services.engines.simulated.config import SimulatedConfig
 from services.engines.simulated.kv import Claim

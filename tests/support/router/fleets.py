@@ -15,7 +15,7 @@ from router.config import AdmissionConfig, Fairness, QuotasConfig
 from router.peers.link import check_response
 from router.peers.membership import RegisteredPeers
 from router.peers.service import PeerServicer, check
-from router.recording.finding import find_here
+from router.recording.recorder import find_here
 
 _NO_RECORDS = partial(find_here, recorder=None)
 

@@ -1,9 +1,15 @@
-"""A checkpoint as a model that gives a state for each token, by transformers itself: decoders, and models like BERT."""
+"""A checkpoint as a model that gives a state for each token, by transformers itself: decoders, and models like BERT.
 
-from collections.abc import Sequence
+From the states of a text's tokens to one vector. The modes are those of sentence-transformers.
+
+The rules for vectors in a checkpoint's sentence-transformers files: `modules.json`, and those that it names.
+"""
+
+import json
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import structlog
 import torch
@@ -11,11 +17,8 @@ from safetensors import SafetensorError
 from transformers import AutoModel, LlavaConfig, PreTrainedConfig, PreTrainedModel
 
 from baton.errors import ConfigError
-from services.engines.base import EmbeddingRules
-from services.engines.embedding import Vector
+from services.engines.base import EmbeddingRules, Vector
 from services.engines.pytorch.config import PyTorchConfig
-from services.engines.pytorch.embedding.checkpoint_rules import VectorRules, read_rules
-from services.engines.pytorch.embedding.pooling import pool
 from services.engines.pytorch.model.loading import (
     choose_device,
     choose_dtype,
@@ -26,6 +29,132 @@ from services.engines.pytorch.model.loading import (
 )
 from services.engines.pytorch.model.support import FAMILIES
 from services.engines.pytorch.vision.llava import LlavaLanguage
+
+# The keys of a Pooling module's configuration, each true or false, in the order in which vectors are joined.
+_MODES = {
+    "pooling_mode_cls_token": "cls",
+    "pooling_mode_max_tokens": "max",
+    "pooling_mode_mean_tokens": "mean",
+    "pooling_mode_mean_sqrt_len_tokens": "mean_sqrt_len",
+    "pooling_mode_weightedmean_tokens": "weighted_mean",
+    "pooling_mode_lasttoken": "last",
+}
+# Newer files have one key, `pooling_mode`, with these values.
+_NAMES = {"weightedmean": "weighted_mean", "mean_sqrt_len_tokens": "mean_sqrt_len", "lasttoken": "last"}
+
+
+@dataclass(frozen=True, slots=True)
+class VectorRules:
+    """`pooling` is empty, and the others None, where the files say nothing."""
+
+    pooling: tuple[str, ...] = ()
+    normalize: bool | None = None
+    max_input_tokens: int | None = None
+
+
+def read_rules(folder: Path) -> VectorRules:
+    """Reads the files. Raises ConfigError for those that cannot be read, and for modules that are not supported."""
+    longest = _read(folder / "sentence_bert_config.json").get("max_seq_length")
+    modules = _modules(folder)
+    pooling = next((one["path"] for one in modules if _kind(one) == "Pooling"), "1_Pooling")
+    return VectorRules(
+        pooling=_pooling(folder / pooling / "config.json"),
+        normalize=any(_kind(one) == "Normalize" for one in modules) if modules else None,
+        max_input_tokens=int(longest) if longest else None,
+    )
+
+
+def _modules(folder: Path) -> list[Mapping[str, str]]:
+    modules: list[Mapping[str, str]] = _json(folder / "modules.json") or []
+    for one in modules:
+        if _kind(one) not in ("Transformer", "Pooling", "Normalize"):
+            raise ConfigError(f"engine.model: {folder / 'modules.json'}: modules {_kind(one)} are not supported")
+        if _kind(one) == "Transformer" and one["path"]:
+            raise ConfigError(f"engine.model: {folder / 'modules.json'}: name the folder {one['path']} as the model")
+    return modules
+
+
+def _kind(module: Mapping[str, str]) -> str:
+    return module["type"].rpartition(".")[2]
+
+
+def _pooling(path: Path) -> tuple[str, ...]:
+    settings = _read(path)
+    named = settings.get("pooling_mode")
+    modes = [named] if isinstance(named, str) else named or []
+    found = tuple(_NAMES.get(mode, mode) for mode in modes)
+    found += tuple(mode for key, mode in _MODES.items() if settings.get(key))
+    if unknown := set(found) - set(_MODES.values()):
+        raise ConfigError(f"engine.model: {path}: pooling {', '.join(sorted(unknown))} is not supported")
+    return found
+
+
+def _read(path: Path) -> Mapping[str, Any]:
+    found: Mapping[str, Any] = _json(path) or {}
+    return found
+
+
+def _json(path: Path) -> Any:
+    """The content of a file; None if there is none."""
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"engine.model: {path} cannot be read: {error}") from error
+
+
+# (states [texts, tokens, hidden], mask [texts, tokens] of 1 and 0) to vectors [texts, hidden]; padding is on the right.
+Pooling: TypeAlias = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+
+
+def pool(states: torch.Tensor, mask: torch.Tensor, modes: Sequence[str]) -> torch.Tensor:
+    """Returns the vectors in float32; those of several modes are joined, in their order."""
+    states = states.float()
+    return torch.cat([POOLINGS[mode](states, mask) for mode in modes], dim=-1)
+
+
+def _last(states: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    return states[torch.arange(len(states), device=states.device), mask.sum(1) - 1]
+
+
+def _cls(states: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    del mask
+    return states[:, 0]
+
+
+def _max(states: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    return states.masked_fill(mask.unsqueeze(-1) == 0, float("-inf")).amax(1)
+
+
+def _sum(states: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    # Padding may be NaN, which a weight of 0 would not remove.
+    return states.masked_fill(weights.unsqueeze(-1) == 0, 0.0).mul(weights.unsqueeze(-1)).sum(1)
+
+
+def _mean(states: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    return _sum(states, mask.float()) / mask.sum(1, keepdim=True)
+
+
+def _mean_sqrt_len(states: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    return _sum(states, mask.float()) / mask.sum(1, keepdim=True).sqrt()
+
+
+def _weighted_mean(states: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    weights = torch.arange(1, mask.shape[1] + 1, device=mask.device) * mask.float()
+    return _sum(states, weights) / weights.sum(1, keepdim=True)
+
+
+POOLINGS: dict[str, Pooling] = {
+    "cls": _cls,
+    "max": _max,
+    "mean": _mean,
+    "mean_sqrt_len": _mean_sqrt_len,
+    "weighted_mean": _weighted_mean,
+    "last": _last,
+}
+"""In the order in which sentence-transformers joins them."""
+
 
 _log = structlog.get_logger(__name__)
 

@@ -9,6 +9,7 @@ from llguidance import LLExecutor, LLMatcher
 from numpy.typing import NDArray
 
 from baton.errors import InvalidRequest
+from grammars.source import is_panic
 from services.engines.pytorch.guidance.vocabulary import GrammarVocabulary
 
 Words = NDArray[np.uint32]
@@ -97,6 +98,10 @@ class Guidance:
             self.fail(f"a mask took more than {_MASK_SECONDS:g} s")
         except (RuntimeError, ValueError) as error:  # of llguidance, for a reason that it does not report otherwise
             self.fail(str(error))
+        except BaseException as error:
+            if not is_panic(error):
+                raise
+            self.fail("its reader has failed")
         if self.failure is not None:
             return None
         rest = self.words.copy()

@@ -1,9 +1,7 @@
 """The KV cache: a pool of blocks.
 
-blocks.py         which blocks are in use, free, or cached for their prefix
-retention.py      which of the cached ones are evicted first
-sessions.py       which of them an ended session leaves to nobody
-prefix.py         the hash chain of a growing sequence
+blocks.py         which blocks are in use, free, or cached for their prefix; the hash chain of a growing sequence
+retention.py      which of the cached ones are evicted first; which of them an ended session leaves to nobody
 memory.py         the pool's memory, which other processes can map
 digester.py       digests of blocks, computed on their device
 pool_size.py      the layout and the number of blocks

@@ -10,7 +10,7 @@ from services.engines.prompt import Retained
 from services.engines.pytorch.core import EngineCore
 from services.engines.pytorch.engine_loop import EngineLoop
 from services.engines.pytorch.sequence import Held, TokenSequence
-from services.engines.pytorch.steps.reservations import BlockReservation, LentBlocks
+from services.engines.pytorch.steps.tier_loads import BlockReservation, LentBlocks
 
 
 class HeldPrompt(HeldKv):

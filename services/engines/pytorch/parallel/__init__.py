@@ -8,7 +8,6 @@ peer_memory.py     that memory: its layout, and how the ranks map it
 messages.py        what rank 0 tells the others
 followers.py       what rank 0 needs of the others, wherever they run, and what it refuses
 local_leader.py    ranks on rank 0's host: it starts their processes and notices their end
-follower.py        a rank above 0: loads its part, joins, and computes each step that rank 0 announces
-local_follower.py  the process of such a rank that rank 0 has started
+local_follower.py  a rank above 0: loads its part, joins, computes each step; its process, which rank 0 starts
 multi_node/        ranks that are started for themselves, on any host, and join rank 0 over TCP
 """

@@ -1,4 +1,7 @@
-"""The process of a rank above 0 that rank 0 has started on its host. It registers nowhere and serves nothing."""
+"""The process of a rank above 0 that rank 0 has started on its host. It registers nowhere and serves nothing.
+
+A rank above 0: it loads its part, joins the others, and computes each step that rank 0 announces.
+"""
 
 import logging
 import mmap
@@ -11,22 +14,62 @@ from contextlib import suppress
 from multiprocessing import reduction
 from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import Any, Protocol
 
 import structlog
 import torch
 
 from baton.errors import BatonError
+from services.engines.context import RankProgress
 from services.engines.kv import KvLayout
 from services.engines.pytorch.config import PyTorchConfig
 from services.engines.pytorch.kv_cache.memory import DTYPES, DeviceMemory, block_shape
-from services.engines.pytorch.kv_cache.pool_size import layout_of
-from services.engines.pytorch.model.loading import LoadedModel, choose_device
-from services.engines.pytorch.parallel.follower import load_part, obey
+from services.engines.pytorch.kv_cache.pool_size import layout_of, num_blocks
+from services.engines.pytorch.model.loading import LoadedModel, choose_device, load_model
 from services.engines.pytorch.parallel.joining import SameHost, join
-from services.engines.pytorch.parallel.messages import Begin
+from services.engines.pytorch.parallel.messages import Begin, Loaded, NotLoaded, Ready, ZeroBlocks
 from services.engines.pytorch.parallel.shards import Shard, part_of_pool
 from services.engines.pytorch.runners.fused_runner import FusedRunner
 from services.engines.pytorch.runners.selection import fused_runner
+from services.engines.pytorch.runners.step_tensors import DecodeArrays, StepArrays
+
+
+class LeaderConnection(Protocol):
+    """The way to rank 0. `recv` raises EOFError when rank 0 has ended."""
+
+    def send(self, message: Any, /) -> None: ...
+
+    def recv(self) -> Any: ...
+
+
+def load_part(shard: Shard, config: PyTorchConfig, leader: LeaderConnection) -> LoadedModel:
+    """Loads this rank's part and tells rank 0, also of a failure, which it then raises."""
+    try:
+        model = load_model(config, shard)
+        leader.send(Loaded(num_blocks(config, model, layout_of(config, model))))
+    except (BatonError, RuntimeError, OSError) as error:
+        leader.send(NotLoaded(str(error)))
+        raise
+    return model
+
+
+def obey(
+    runner: FusedRunner, pool: torch.Tensor, shard: Shard, leader: LeaderConnection, progress: RankProgress
+) -> None:
+    """Computes what rank 0 announces, until it says that this is the end. Raises EOFError if rank 0 ends before."""
+    while (order := leader.recv()) is not None:
+        match order:
+            case DecodeArrays(size):
+                runner.replay(order)
+                progress.stepped(size)
+            case StepArrays(_, shape):
+                runner.compute(order)
+                progress.stepped(shape[0])
+            case ZeroBlocks(block_ids) if not shard.shares_pool:  # rank 0 has zeroed a shared one
+                pool[list(block_ids)] = 0
+            case Ready():
+                progress.ready()
+
 
 _log = structlog.get_logger(__name__)
 

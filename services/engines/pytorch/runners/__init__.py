@@ -3,7 +3,6 @@
 batch.py          the tensors of a step
 runner.py         steps of transformers' modules
 fused_runner.py   steps of the fused model, with CUDA graphs
-step_tensors.py   the tensors of a fused step, copied to the device at once
-prompt_rows.py    the rows whose log probabilities are those of prompts
+step_tensors.py   the tensors of a fused step, copied to the device at once; rows of prompts' log probabilities
 selection.py      chooses the runner for a model
 """

@@ -11,15 +11,15 @@ import structlog
 import torch
 from numpy.typing import NDArray
 
-from services.engines.pytorch.guidance.masks import MaskThreads
+from services.engines.pytorch.guidance.compiler import MaskThreads
 from services.engines.pytorch.model.fused_model import FusedModel
 from services.engines.pytorch.runners.batch import Chunk, MediaRows, media_rows
-from services.engines.pytorch.runners.prompt_rows import PromptRows
 from services.engines.pytorch.runners.runner import InflightStep, guided
 from services.engines.pytorch.runners.step_tensors import (
     KNOWN,
     DecodeArrays,
     Layout,
+    PromptRows,
     StepArrays,
     StepTensors,
     buckets,

@@ -7,12 +7,12 @@ from typing import Protocol
 
 import torch
 
+from services.engines.pytorch.guidance.compiler import MaskThreads
 from services.engines.pytorch.guidance.guidance import Guidance
-from services.engines.pytorch.guidance.masks import MaskThreads
 from services.engines.pytorch.lora.layers import LoraLayers
 from services.engines.pytorch.model.loading import LoadedModel
 from services.engines.pytorch.runners.batch import BatchBuilder, Chunk, KvCache, StepInput
-from services.engines.pytorch.runners.prompt_rows import PromptRows
+from services.engines.pytorch.runners.step_tensors import PromptRows
 from services.engines.pytorch.sampling.sampling import Chosen, sample
 from services.engines.pytorch.speculation.verification import confirmed, sampled_positions
 

@@ -11,9 +11,8 @@ import torch
 from numpy.typing import NDArray
 
 from services.engines.prompt import Sampling
-from services.engines.pytorch.sampling.gumbel import gumbel, row_key
 from services.engines.pytorch.sampling.sampling import SamplerState
-from services.engines.pytorch.sampling.truncation import ban_unlikely, cuts, rank
+from services.engines.pytorch.sampling.truncation import ban_unlikely, cuts, gumbel, rank, row_key
 
 WIDTH = 1024
 """The number of ranked candidates. A row that needs more is computed again, and sampled by the host."""

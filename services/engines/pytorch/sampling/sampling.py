@@ -10,10 +10,10 @@ import torch
 from services.engines.answer import TokenLogprob
 from services.engines.bad_words import BadWords
 from services.engines.prompt import Prompt, Sampling
+from services.engines.pytorch.guidance.compiler import apply_masks
 from services.engines.pytorch.guidance.guidance import Guidance, Words
-from services.engines.pytorch.guidance.masks import apply_masks
 from services.engines.pytorch.sampling import truncation
-from services.engines.pytorch.sampling.gumbel import gumbel, row_key
+from services.engines.pytorch.sampling.truncation import gumbel, row_key
 
 
 class SamplerState:

@@ -2,7 +2,6 @@
 
 pipeline.py       the steps themselves, one of which may be in flight
 scheduler.py      which sequences take part in the next step, which wait, and which are preempted
-reservations.py   blocks for other workers: reserved for KV that is pulled, or lent
-tier_loads.py     sequences that wait for blocks of tiers below the pool
+tier_loads.py     sequences that wait for blocks of lower tiers; blocks that are reserved or lent for other workers
 outcomes.py       tokens that are appended and sent, blocks that are cached, sequences that end or are held
 """

@@ -16,8 +16,7 @@ from services.engines.pytorch.kv_cache.tiers.tiers import KvTiers
 from services.engines.pytorch.runners.batch import Chunk
 from services.engines.pytorch.sequence import State, TokenSequence
 from services.engines.pytorch.speculation.drafting import Drafter
-from services.engines.pytorch.steps.reservations import BlockReservation, LentBlocks
-from services.engines.pytorch.steps.tier_loads import TierLoads
+from services.engines.pytorch.steps.tier_loads import BlockReservation, LentBlocks, TierLoads
 from services.engines.seals import BlockContents
 
 

@@ -1,7 +1,12 @@
-"""The sequences that wait for blocks of tiers below the pool, and the unfinished blocks of those that are preempted."""
+"""The sequences that wait for blocks of tiers below the pool, and the unfinished blocks of those that are preempted.
+
+Blocks that a request of another worker has here: reserved for KV that it pulls, or lent to it to read.
+"""
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 
+from baton.errors import BatonError
 from services.engines.pytorch.kv_cache.blocks import BlockPool
 from services.engines.pytorch.kv_cache.tiers.tiers import KvTiers
 from services.engines.pytorch.sequence import State, TokenSequence
@@ -108,3 +113,37 @@ class TierLoads:
                 tier = item.place.tier
                 sequence.loaded_tokens[tier] = sequence.loaded_tokens.get(tier, 0) + item.contents.tokens
         self.sequences.remove(sequence)
+
+
+@dataclass(eq=False, slots=True)
+class BlockReservation:
+    """A reservation: blocks for KV of another worker or, while queued, the request for them. Calls `settled` with the
+    result.
+    """
+
+    num_tokens: int
+    hashes: list[bytes]
+    settled: Callable[[BatonError | None], None]
+    state: State = State.NEW
+    blocks: list[int] = field(default_factory=list)
+    granted_ids: Sequence[int] = ()
+    cached_blocks: int = 0
+    passed: int = 0
+
+    @property
+    def reserves(self) -> bool:
+        """True: it waits for blocks to pull into."""
+        return True
+
+
+@dataclass(frozen=True, slots=True)
+class LentBlocks:
+    """Full blocks, of a running sequence or of the prefix cache, that others may read, with references of its own.
+
+    `next_token` is that of the sequence.
+    """
+
+    block_ids: tuple[int, ...]
+    num_tokens: int
+    next_token: int
+    prefix_hash: bytes

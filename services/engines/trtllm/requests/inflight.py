@@ -12,8 +12,7 @@ import structlog
 
 from baton.errors import BatonError, EngineFailed, InvalidRequest, Overloaded
 from services.engines.answer import Tokens
-from services.engines.external.logprobs import token_logprob
-from services.engines.external.requests import ExternalGeneration, ExternalRequests, text_of
+from services.engines.external.requests import ExternalGeneration, ExternalRequests, text_of, token_logprob
 from services.engines.trtllm.monitoring import metrics
 from services.engines.trtllm.package import Package
 

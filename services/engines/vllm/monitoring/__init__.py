@@ -1,6 +1,5 @@
 """Reports of a running vLLM.
 
-kv_events.py      the contents of its prefix cache, by the hash chain that routers know
-event_reader.py   reads these events from vLLM's sockets, and asks for lost ones again
+event_reader.py   the prefix cache by vLLM's events, which it reads from sockets, and asks for again if lost
 metrics.py        the adapter's metrics, and vLLM's own
 """

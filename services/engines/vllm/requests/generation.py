@@ -8,8 +8,7 @@ from typing import Any
 
 from baton.errors import EngineFailed, HandoffLost, Overloaded
 from services.engines.answer import PromptLogprobs, TokenLogprob, Tokens
-from services.engines.external.logprobs import prompt_logprobs, token_logprob
-from services.engines.external.requests import ExternalGeneration
+from services.engines.external.requests import ExternalGeneration, prompt_logprobs, token_logprob
 from services.engines.vllm.monitoring import metrics
 from services.engines.vllm.requests.plan import Plan
 

@@ -5,7 +5,7 @@ import time
 
 import pytest
 
-from router.openai.stored.growing_text import GrowingText
+from router.openai.stored.document import GrowingText
 
 
 def test_what_follows_any_place_is_that_of_the_whole() -> None:

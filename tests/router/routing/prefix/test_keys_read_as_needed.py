@@ -9,8 +9,7 @@ from support.clock import ManualClock
 from baton.engine.v1 import prompt_pb2
 from baton.inference.v1 import cluster_service_pb2, generate_pb2
 from discovery.record import WorkerRecord
-from router.routing.known_loras import KnownLoras
-from router.routing.policy import Candidates, Placement, PromptBlocks, RoutingRequest
+from router.routing.policy import Candidates, KnownLoras, Placement, PromptBlocks, RoutingRequest
 from router.routing.prefix.kv_index import block_keys
 from router.routing.prefix.predicted import PredictedSeconds
 from router.routing.prefix.prefix_caches import Cache

@@ -10,12 +10,11 @@ from support.router.worker_views import worker
 from baton.engine.v1 import handoff_pb2, prompt_pb2
 from baton.inference.v1 import cluster_service_pb2, generate_pb2, timing_pb2
 from discovery.record import PREFIX_LOANS, WorkerRecord
-from router.routing.known_loras import KnownLoras
-from router.routing.policy import Candidates, IgnoredProgress, Placement, PromptBlocks, RoutingRequest
+from router.routing.policy import Candidates, IgnoredProgress, KnownLoras, Placement, PromptBlocks, RoutingRequest
 from router.routing.prefix.cost import Priors
 from router.routing.prefix.predicted import PredictedSeconds
 from router.routing.prefix.prefix_caches import Cache
-from router.workers.prefix_sources import prefix_source, report_loan
+from router.workers.destinations import prefix_source, report_loan
 
 SIZE, BLOCK_BYTES = 16, 1 << 20
 PRIORS = Priors(prefill_base_seconds=0.0, prefill_tokens_per_second=1000.0, transfer_base_seconds=0.0)

@@ -8,8 +8,7 @@ from support.router.worker_views import worker
 
 from baton.engine.v1 import prompt_pb2
 from baton.inference.v1 import cluster_service_pb2, generate_pb2
-from router.routing.known_loras import KnownLoras
-from router.routing.policy import Candidates, PromptBlocks, RoutingRequest
+from router.routing.policy import Candidates, KnownLoras, PromptBlocks, RoutingRequest
 from router.routing.prefix import prefix_caches
 from router.routing.prefix.predicted import PredictedSeconds
 from router.routing.prefix.prefix_caches import Cache, PrefixCaches

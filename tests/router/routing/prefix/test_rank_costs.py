@@ -8,8 +8,7 @@ from support.clock import ManualClock
 from baton.engine.v1 import prompt_pb2
 from baton.inference.v1 import cluster_service_pb2, generate_pb2
 from discovery.record import WorkerRecord
-from router.routing.known_loras import KnownLoras
-from router.routing.policy import NO_LOAD, LoadPlan, Prediction, PromptBlocks, RoutingRequest
+from router.routing.policy import NO_LOAD, KnownLoras, LoadPlan, Prediction, PromptBlocks, RoutingRequest
 from router.routing.prefix.cost import Costs, Priors, RelativeCost
 from router.routing.prefix.forecast import Forecast
 from router.routing.prefix.prefix_caches import Below, Cache, PrefixCaches

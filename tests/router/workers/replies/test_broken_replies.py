@@ -138,6 +138,7 @@ def at_once(broken: Callable[[Any], Iterable[Reply]]) -> Callable[[], Callable[[
 
 DECODES: dict[str, Callable[[], Callable[[Any], Iterable[Reply]]]] = {
     "undecodable": after(5, lambda _: [b"\xff\xff\xff"]),
+    "an end without a reason": after(5, lambda _: [decode_pb2.DecodeResponse(finished=decode_pb2.DecodeFinished())]),
     "undecodable at once": at_once(lambda _: [b"\xff\xff\xff"]),
     "internal": after(5, lambda _: [Ends(13)]),
     "unknown": after(5, lambda _: [Ends(2)]),

@@ -7,6 +7,7 @@ import pytest
 from fake_tensorrt_llm.knobs import Knobs
 from support.clients.worker_calls import calls_to, decode_request
 from support.cluster.processes import process
+from support.eventually import PATIENCE_SECONDS
 
 from baton.errors import EngineFailed
 
@@ -25,4 +26,4 @@ async def test_an_engine_that_breaks_fails_what_runs_and_ends_its_process(
         async with calls_to(worker.address) as calls:
             with pytest.raises(EngineFailed, match="illegal memory access"):
                 await calls.decode(decode_request(max_tokens=100))
-        assert await asyncio.to_thread(worker.popen.wait, 20) == 1
+        assert await asyncio.to_thread(worker.popen.wait, PATIENCE_SECONDS) == 1

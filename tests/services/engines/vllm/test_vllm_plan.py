@@ -7,7 +7,7 @@ from typing import Any, cast
 import pytest
 
 from baton.errors import InvalidRequest, Unsupported
-from services.engines.external.logprobs import token_logprob
+from services.engines.external.requests import token_logprob
 from services.engines.prompt import Prompt, Sampling
 from services.engines.vllm.package import VllmPackage
 from services.engines.vllm.requests.plan import Plan, behind_emitted, plan

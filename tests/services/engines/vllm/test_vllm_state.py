@@ -7,7 +7,7 @@ import pytest
 
 from baton.engine.v1.vllm_state_pb2 import VllmState
 from baton.errors import EngineFailed, InvalidRequest, LayoutMismatch
-from services.engines.vllm.handoff.state import Remembered, read_state, write_state
+from services.engines.vllm.handoff import Remembered, read_state, write_state
 
 BLOCK = 32
 PARAMS: dict[str, Any] = {

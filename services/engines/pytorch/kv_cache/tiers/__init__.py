@@ -1,13 +1,11 @@
 """Tiers below the device pool: blocks that the pool evicts go to host memory, and from there to a disk.
 
-directory.py   which block is in which tier and slot, and which one leaves next
-write_rule.py  when the disk is written: only while it is read
+directory.py   which block is in which tier and slot, which one leaves next, and when the disk is written
 host.py        the tier in host memory, and the copies between it and the pool
 disk.py        the tier in a file
-jobs.py        blocks on their way, and how far they are
+jobs.py        blocks on their way, and how far they are; how fast loading and computing are, and which is sooner
 mover.py       a thread that moves blocks in one direction
 moves.py       demotions, spills and loads, each direction on a thread of its own
-rates.py       how fast loading and computing are, and which is sooner
 tiers.py       all of it, for the engine's thread
 options.py     the key `engine.tiers`
 

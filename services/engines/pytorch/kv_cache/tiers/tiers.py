@@ -20,10 +20,9 @@ from services.engines.pytorch.kv_cache.digester import Digester
 from services.engines.pytorch.kv_cache.tiers.directory import Placed, TierDirectory, TierListener, count_off
 from services.engines.pytorch.kv_cache.tiers.disk import Buffer, Buffers, DiskFile
 from services.engines.pytorch.kv_cache.tiers.host import Copier, HostRegion
-from services.engines.pytorch.kv_cache.tiers.jobs import Demotion, Load, LoadItem, Write
+from services.engines.pytorch.kv_cache.tiers.jobs import Demotion, Load, LoadItem, Rates, Write
 from services.engines.pytorch.kv_cache.tiers.moves import Movers
 from services.engines.pytorch.kv_cache.tiers.options import TierOptions
-from services.engines.pytorch.kv_cache.tiers.rates import Rates
 from services.engines.seals import BlockContents, Sealer
 
 log = structlog.get_logger(__name__)

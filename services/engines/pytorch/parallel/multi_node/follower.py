@@ -19,13 +19,20 @@ from services.engines.context import RankProgress
 from services.engines.pytorch.config import MultiNodeOptions, PyTorchConfig
 from services.engines.pytorch.kv_cache.memory import open_memory
 from services.engines.pytorch.kv_cache.pool_size import layout_of
-from services.engines.pytorch.parallel.follower import load_part, obey
 from services.engines.pytorch.parallel.followers import check_split, shard_of
 from services.engines.pytorch.parallel.joining import SeveralHosts, join
+from services.engines.pytorch.parallel.local_follower import load_part, obey
 from services.engines.pytorch.parallel.messages import Begin
-from services.engines.pytorch.parallel.multi_node.link import HANDSHAKE_BYTES, Link, receive_message, send_message
+from services.engines.pytorch.parallel.multi_node.link import (
+    HANDSHAKE_BYTES,
+    Join,
+    Link,
+    Refused,
+    Welcome,
+    receive_message,
+    send_message,
+)
 from services.engines.pytorch.parallel.multi_node.settings import settings_of
-from services.engines.pytorch.parallel.multi_node.wire import Join, Refused, Welcome
 from services.engines.pytorch.runners.selection import fused_runner
 
 _log = structlog.get_logger(__name__)

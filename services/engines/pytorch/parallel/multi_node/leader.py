@@ -18,9 +18,16 @@ from services.engines.pytorch.config import PyTorchConfig
 from services.engines.pytorch.parallel.followers import LOAD_SECONDS, check_split, shard_of
 from services.engines.pytorch.parallel.joining import join, open_store
 from services.engines.pytorch.parallel.messages import Begin, Loaded, NotLoaded, Order, Ready, ZeroBlocks
-from services.engines.pytorch.parallel.multi_node.link import HANDSHAKE_BYTES, Link, receive_message, send_message
+from services.engines.pytorch.parallel.multi_node.link import (
+    HANDSHAKE_BYTES,
+    Join,
+    Link,
+    Refused,
+    Welcome,
+    receive_message,
+    send_message,
+)
 from services.engines.pytorch.parallel.multi_node.settings import differences, settings_of
-from services.engines.pytorch.parallel.multi_node.wire import Join, Refused, Welcome
 from services.engines.pytorch.parallel.ranks import Ranks
 from services.engines.pytorch.runners.fused_runner import Sizes
 

@@ -18,7 +18,7 @@ from support.engines.checkpoints import (
 from transformers import AutoModel, AutoModelForImageTextToText
 
 from baton.errors import ConfigError, Overloaded
-from services.engines.embedding import Vector
+from services.engines.base import Vector
 from services.engines.pytorch.config import PyTorchConfig
 from services.engines.pytorch.embedding.embedder import PyTorchEmbedder
 

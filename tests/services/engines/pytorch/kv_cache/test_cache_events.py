@@ -8,7 +8,7 @@ from support.engines.engine_calls import greedy
 from services.engines.kv_events import KvChanged, KvSnapshot
 from services.engines.prompt import Prompt
 from services.engines.pytorch.engine import PyTorchEngine
-from services.engines.pytorch.kv_cache.prefix import HashChain
+from services.engines.pytorch.kv_cache.blocks import HashChain
 
 
 async def test_a_step_s_blocks_are_published_together(llama: Checkpoint) -> None:

@@ -15,9 +15,18 @@ from support.servers.etcd import free_port
 from services.engines.pytorch.config import PyTorchConfig
 from services.engines.pytorch.parallel.messages import Begin, Loaded, ZeroBlocks
 from services.engines.pytorch.parallel.multi_node.leader import gather
-from services.engines.pytorch.parallel.multi_node.link import Link, receive_message, send_message
+from services.engines.pytorch.parallel.multi_node.link import (
+    LENGTHS,
+    Join,
+    Link,
+    Refused,
+    Welcome,
+    decode,
+    encode,
+    receive_message,
+    send_message,
+)
 from services.engines.pytorch.parallel.multi_node.settings import settings_of
-from services.engines.pytorch.parallel.multi_node.wire import LENGTHS, Join, Refused, Welcome, decode, encode
 from services.engines.pytorch.runners.fused_runner import Sizes
 from services.engines.pytorch.runners.step_tensors import DecodeArrays, StepArrays
 

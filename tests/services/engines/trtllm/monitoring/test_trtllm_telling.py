@@ -23,7 +23,7 @@ from services.config import WorkerConfig
 from services.engines.base import Engine
 from services.engines.kv_events import ReportsKvEvents
 from services.engines.prompt import Prompt
-from services.engines.pytorch.kv_cache.prefix import HashChain
+from services.engines.pytorch.kv_cache.blocks import HashChain
 
 PROMPT = Prompt(tuple(range(10, 60)))
 TOLD = {"tokens_per_block": BLOCK_TOKENS, "max_tokens": BLOCKS * BLOCK_TOKENS, "event_buffer_max_size": 1000}

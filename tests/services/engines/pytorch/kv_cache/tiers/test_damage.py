@@ -11,14 +11,15 @@ from support.engines.embedded import Checkpoint
 from support.engines.engine_calls import collect, greedy
 from support.engines.tier_damage import BLOCK_BYTES, DAMAGES, SLOT_BYTES, Damage, damage_one, flipped_bit
 from support.engines.tier_faults import STEPS, failing_now_and_then
+from support.engines.tier_loads import always_loaded
 
 from services.engines.kv_events import KvTier
 from services.engines.prompt import Prompt
 from services.engines.pytorch.core import EngineCore
 from services.engines.pytorch.engine import PyTorchEngine
 from services.engines.pytorch.kv_cache.tiers import tiers as tiers_module
-from services.engines.pytorch.kv_cache.tiers.rates import Rates
-from services.engines.pytorch.kv_cache.tiers.write_rule import WriteRule
+
+__all__ = ["always_loaded"]
 
 POOL = 20 * BLOCK_BYTES
 TOKENS = 4
@@ -36,14 +37,6 @@ def on_disk(path: Path, host_blocks: int = 14) -> dict[str, object]:
 def never_closed(monkeypatch: pytest.MonkeyPatch) -> None:
     """A tier stays in use however often it fails."""
     monkeypatch.setattr(tiers_module, "_MOST_FAILURES", 1 << 60)
-
-
-@pytest.fixture
-def always_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Everything is written and loaded, though the model is so small that it would be sooner computed."""
-    monkeypatch.setattr(WriteRule, "may_write", lambda _: True)
-    monkeypatch.setattr(Rates, "worth_loading", lambda _, host, disk: host + disk)
-    monkeypatch.setattr(Rates, "patience_seconds", lambda _, blocks: 60.0)
 
 
 @pytest.fixture

@@ -7,9 +7,8 @@ from support.clock import ManualClock
 from services.engines.kv_events import KvTier
 from services.engines.prompt import Session
 from services.engines.pytorch.kv_cache.blocks import BlockMoved, BlockPool, BlockRemoved, BlockStored
-from services.engines.pytorch.kv_cache.tiers.directory import Spill, TierDirectory
-from services.engines.pytorch.kv_cache.tiers.rates import Rates
-from services.engines.pytorch.kv_cache.tiers.write_rule import WriteRule
+from services.engines.pytorch.kv_cache.tiers.directory import Spill, TierDirectory, WriteRule
+from services.engines.pytorch.kv_cache.tiers.jobs import Rates
 
 
 def name(number: int) -> bytes:

@@ -10,6 +10,7 @@ from pydantic import ValidationError
 from support.clients.scraping import since
 from support.engines.embedded import Checkpoint
 from support.engines.engine_calls import blocks_used, collect, disaggregated, greedy
+from support.engines.tier_loads import always_loaded
 
 from baton.errors import ConfigError
 from services.engines.prompt import Prompt
@@ -18,7 +19,11 @@ from services.engines.pytorch.engine import PyTorchEngine
 BLOCK_BYTES = 12288
 POOL = 24 * BLOCK_BYTES
 Ids = Callable[[int, int], tuple[int, ...]]
-HOST = {"kv_cache_bytes": POOL, "tiers": {"host_bytes": 400 * BLOCK_BYTES}}
+HOST = {"kv_cache_bytes": POOL, "tiers": {"host_bytes": 400 * BLOCK_BYTES, "load_patience_seconds": 60}}
+
+__all__ = ["always_loaded"]
+
+pytestmark = pytest.mark.usefixtures("always_loaded")
 
 
 async def answer(engine: PyTorchEngine, prompt: tuple[int, ...], tokens: int = 8) -> tuple[tuple[int, ...], int]:
@@ -51,7 +56,10 @@ async def test_prompts_that_come_back_at_once_beside_new_ones_are_answered_alike
 async def test_a_prompt_comes_back_from_the_disk(llama: Checkpoint, random_ids: Ids, tmp_path: Path) -> None:
     prompts = [random_ids(200, seed) for seed in range(8)]
     disk = {"path": tmp_path / "kv", "bytes": 300 * (BLOCK_BYTES + 4096)}
-    options = {"kv_cache_bytes": POOL, "tiers": {"host_bytes": 20 * BLOCK_BYTES, "disk": disk}}
+    options = {
+        "kv_cache_bytes": POOL,
+        "tiers": {"host_bytes": 20 * BLOCK_BYTES, "load_patience_seconds": 60, "disk": disk},
+    }
     async with llama.engine(**options) as engine:
         loaded = since("baton_kv_tier_hit_tokens_total", tier="disk")
         first = [await answer(engine, prompt) for prompt in prompts]
