@@ -1,9 +1,8 @@
 """The names that callers without authentication give themselves: a bounded number of them has accounts at a time."""
 
 from collections import OrderedDict
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 
-from router.routing.latency import Clock
 from runtime.clock import monotonic
 
 OTHERS = "(others)"  # the account of further names
@@ -17,7 +16,7 @@ class ClaimedNames:
     `known` names, and callers without a name, always have one.
     """
 
-    def __init__(self, most: int = 256, known: Collection[str] = (), clock: Clock = monotonic) -> None:
+    def __init__(self, most: int = 256, known: Collection[str] = (), clock: Callable[[], float] = monotonic) -> None:
         self._most = most
         self._known = frozenset(("", *known))
         self._clock = clock

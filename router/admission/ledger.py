@@ -256,7 +256,8 @@ class Ledger:
         if parts is None:
             if len(self._parts) >= _MOST_TENANTS:
                 self._parts.popitem(last=False)
-            parts = self._parts[tenant] = _Parts(TokenBucket(0.0, 1.0, self._clock), TokenBucket(0.0, 1.0, self._clock))
+            requests, tokens = TokenBucket(0.0, 1.0, self._clock), TokenBucket(0.0, 1.0, self._clock)
+            parts = self._parts[tenant] = _Parts(requests, tokens)
         return parts
 
     def account(self, tenant: str, home_since: float) -> Account:

@@ -116,7 +116,8 @@ async def test_the_home_itself_may_be_killed_and_its_quota_goes_on_elsewhere(loa
     assert_bounded(demand)
     after = sum(demand.used[-round(15.0 / STEP) :]) / (RATE * 15.0)
     assert away > 0.75, "the seven others have their eighths together, wherever the demand is"
-    assert after > 0.98 * min(1.0, load)
+    # Below the quota an empty bucket fills by the difference alone.
+    assert after > (0.98 if load > 1 else 0.95 * load)
 
 
 @pytest.mark.parametrize("flaps", ["the home", "another"])
