@@ -3,7 +3,6 @@
 import asyncio
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from types import TracebackType
 from typing import Any
 
 import structlog
@@ -297,9 +296,7 @@ class _Listed:
             raise RequestExists(f"a request {self._ctx.request_id!r} is running")
         self._running[self._key] = self._ctx
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *exception: object) -> None:
         if self._running.get(self._key) is self._ctx:
             del self._running[self._key]
         self._ctx.cancellation.close()

@@ -6,18 +6,16 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
 
 import structlog
-from prometheus_client import Counter
 
 from runtime.aio import TaskGroup
-from runtime.metrics import REGISTRY
+from runtime.metrics import counter
 
 log = structlog.get_logger(__name__)
 
-FAILURES = Counter(
+FAILURES = counter(
     "baton_task_failures_total",
     "Errors that ended a task that lasts as long as its process, and that was started again.",
     ["task"],
-    registry=REGISTRY,
 )
 
 _FIRST_PAUSE_SECONDS = 0.1

@@ -4,9 +4,19 @@ import asyncio
 import re
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, suppress
+from functools import partial
 from pathlib import Path
 
-from prometheus_client import CollectorRegistry, GCCollector, Histogram, Info, ProcessCollector, disable_created_metrics
+from prometheus_client import (
+    CollectorRegistry,
+    Counter,
+    Gauge,
+    GCCollector,
+    Histogram,
+    Info,
+    ProcessCollector,
+    disable_created_metrics,
+)
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.registry import Collector
 
@@ -17,6 +27,10 @@ disable_created_metrics()  # type: ignore[no-untyped-call]
 
 # Not prometheus_client's default registry: libraries and engines register metrics of their own there.
 REGISTRY = CollectorRegistry(auto_describe=True)
+
+# prometheus_client's classes, in this registry.
+counter, gauge = partial(Counter, registry=REGISTRY), partial(Gauge, registry=REGISTRY)
+histogram, info = partial(Histogram, registry=REGISTRY), partial(Info, registry=REGISTRY)
 
 ProcessCollector(registry=REGISTRY)
 GCCollector(registry=REGISTRY)
@@ -57,14 +71,13 @@ NETWORK = NetworkCollector()
 REGISTRY.register(NETWORK)
 REGISTRY.register(PeakMemoryCollector())
 
-BUILD = Info("baton_build", "The release that is running.", registry=REGISTRY)
+BUILD = info("baton_build", "The release that is running.")
 BUILD.info({"version": __version__})
 
-EVENT_LOOP_LAG = Histogram(
+EVENT_LOOP_LAG = histogram(
     "baton_event_loop_lag_seconds",
     "How much later than asked the event loop wakes a task, looked at four times a second.",
     buckets=(0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0),
-    registry=REGISTRY,
 )
 
 _LAG_INTERVAL_SECONDS = 0.25

@@ -26,7 +26,7 @@ from router.config import AdmissionConfig, QuotaConfig, QuotasConfig
 from rpc.channels import open_channel
 
 # That of each tenant, and its demand, in quotas: what a machine with two cores can carry.
-QUOTA = Quota(tokens_per_second=4000.0, requests_per_second=80.0, burst_seconds=1.0, prompt=200)
+QUOTA = Quota(tokens_per_second=2000.0, requests_per_second=40.0, burst_seconds=1.0, prompt=200)
 LOADS = {"greedy": 3.0, "modest": 0.9}
 _ENGINES = Engines(prefills=1, step_seconds=0.0, prefill_tokens_per_second=0.0)
 _APART_SECONDS, _DOWN_SECONDS = 20.0, 6.0

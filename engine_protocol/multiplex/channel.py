@@ -6,7 +6,6 @@ from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import asynccontextmanager
 from contextvars import Context
 from functools import partial
-from types import TracebackType
 from typing import Any
 
 import grpc
@@ -211,9 +210,7 @@ class _CallChannel(aio.Channel):
     async def __aenter__(self) -> Self:
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *exception: object) -> None:
         """The channel below is not ours."""
 
     async def close(self, grace: float | None = None) -> None:

@@ -21,6 +21,9 @@ class Peers(Protocol):
     def home(self, key: str) -> str:
         """The router that is the home of a key; THIS_ROUTER for this one."""
 
+    def next_home(self, key: str) -> str:
+        """The router that would be the home if the present one were gone."""
+
     def home_since(self, key: str) -> float:
         """Since when this router has been the home of a key, on its monotonic clock."""
 
@@ -38,6 +41,11 @@ class NoPeers:
     routers = frozenset({THIS_ROUTER})
 
     def home(self, key: str) -> str:
+        """This router."""
+        del key
+        return THIS_ROUTER
+
+    def next_home(self, key: str) -> str:
         """This router."""
         del key
         return THIS_ROUTER

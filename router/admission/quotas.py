@@ -34,6 +34,7 @@ _WHY = {
     peer_pb2.QUOTA_KIND_CONCURRENT: "as many requests are running as may",
 }
 _NO_QUOTA = QuotaConfig()
+_GRANTED = peer_pb2.QuotaLoan(granted=True)
 _UNLIMITED: AbstractAsyncContextManager[None] = nullcontext()
 
 
@@ -57,6 +58,11 @@ class _Share:
     requests: TokenBucket
     tokens: TokenBucket
     concurrent: int
+
+    def empty(self, now: float) -> None:
+        """Begins with nothing."""
+        self.requests.empty(now)
+        self.tokens.empty(now)
 
 
 @dataclass(slots=True, eq=False)
@@ -196,9 +202,8 @@ class Quotas:
             self._repeat_refusal(tenant, need)
             loan = await self._ask(tenant, need)
             if loan is None:
-                self._use_share(tenant, need)
-            else:
-                self._raise_unless(loan, tenant, need)
+                loan = await self._use_share(tenant, need)
+            self._raise_unless(loan, tenant, need)
 
     def _use_here(self, tenant: _Tenant, need: _Need) -> peer_pb2.QuotaLoan:
         if tenant.spent or tenant.share:
@@ -270,34 +275,61 @@ class Quotas:
             self._unsettled[tenant.name] = tenant
         return loan
 
-    def _use_share(self, tenant: _Tenant, need: _Need) -> None:
-        """Uses this router's part of the quota. Raises QuotaUnavailable after a while, unless all is allowed then."""
+    async def _use_share(self, tenant: _Tenant, need: _Need) -> peer_pb2.QuotaLoan:
+        """Uses the parts of all that cannot reach the home, else this router's own.
+
+        Raises QuotaUnavailable after a while, unless all is allowed then.
+        """
         share = tenant.share = tenant.share or self._share_of(tenant)
         if self._clock() - share.since > self._config.unreachable_seconds:
             if self._config.unreachable == "allow":
                 metrics.QUOTA_FALLBACKS.labels("allowed").inc()
-                return
+                return _GRANTED
             metrics.QUOTA_FALLBACKS.labels("refused").inc()
             metrics.REFUSALS.labels(QuotaUnavailable.reason).inc()
             raise QuotaUnavailable(f"the router that has the quota of tenant {tenant.name!r:.140} cannot be reached")
-        lacking = max(share.requests.lacks_seconds(need.requests), share.tokens.lacks_seconds(need.tokens))
         if share.concurrent and need.beginning and tenant.running > share.concurrent:
             raise _exceeded(tenant.name, _WHY[peer_pb2.QUOTA_KIND_CONCURRENT], 1.0)
+        now = self._clock()
+        loan = await self._ask_next_home(tenant, need, max(1e-3, now - share.since))
+        if loan is not None:
+            share.empty(now)
+            if loan.granted:
+                metrics.QUOTA_FALLBACKS.labels("own_part").inc()
+            return loan
+        lacking = max(share.requests.lacks_seconds(need.requests), share.tokens.lacks_seconds(need.tokens))
         if lacking:
             why = "its part of the quota is exceeded, as the router that has the whole cannot be reached"
             raise _exceeded(tenant.name, why, lacking)
         metrics.QUOTA_FALLBACKS.labels("own_part").inc()
         share.requests.take(need.requests)
         share.tokens.take(need.tokens)
+        return _GRANTED
+
+    async def _ask_next_home(self, tenant: _Tenant, need: _Need, seconds: float) -> peer_pb2.QuotaLoan | None:
+        """Of the parts of all routers that cannot reach the home, as this one could not for some seconds.
+
+        None if the router that lends them does not answer.
+        """
+        ask = peer_pb2.QuotaAsk(
+            tenant=tenant.name, requests=need.requests, tokens=need.tokens, home_unreachable_seconds=seconds
+        )
+        next_home = self._peers.next_home(tenant.name)
+        if next_home == THIS_ROUTER:
+            return self.ledger.lend_parts(THIS_ROUTER, ask, self._peers.count)
+        try:
+            loan = await self._peers.lend(next_home, ask)
+        except BatonError:
+            return None
+        return None if loan.not_home else loan
 
     def _share_of(self, tenant: _Tenant) -> _Share:
         routers, quota, now = max(1, self._peers.count), tenant.quota, self._clock()
         requests = TokenBucket(quota.requests_per_second / routers, quota.burst_seconds, self._clock)
         tokens = TokenBucket(quota.tokens_per_second / routers, quota.burst_seconds, self._clock)
-        # The home may have lent all that there was.
-        requests.empty(now)
-        tokens.empty(now)
-        return _Share(now, requests, tokens, -(-quota.concurrent // routers))
+        share = _Share(now, requests, tokens, -(-quota.concurrent // routers))
+        share.empty(now)  # the home may have lent all that there was
+        return share
 
     def _repeat_refusal(self, tenant: _Tenant, need: _Need) -> None:
         """Raises the last refusal again if it has just been made for no more than this."""

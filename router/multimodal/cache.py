@@ -6,7 +6,6 @@ from collections.abc import Awaitable, Callable
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from functools import partial
-from types import TracebackType
 
 from typing_extensions import Self
 
@@ -155,9 +154,7 @@ class EmbeddingCache:
         self._sweeping = asyncio.create_task(lasting("embedding_cache", self._sweep))
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *exception: object) -> None:
         tasks = (self._sweeping, *self._tasks)
         for task in tasks:
             task.cancel()

@@ -7,7 +7,6 @@ import asyncio
 from collections.abc import Sequence
 from contextlib import AsyncExitStack
 from functools import partial
-from types import TracebackType
 
 import structlog
 from google.protobuf.duration_pb2 import Duration
@@ -98,9 +97,7 @@ class LeaseRenewer:
         self._group = await self._resources.enter_async_context(TaskGroup())
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *exception: object) -> None:
         for leases in tuple(self._kept.values()):
             for lease in tuple(leases):
                 self.release(lease)

@@ -6,7 +6,6 @@ Loads the media of requests, and makes prompts with them.
 import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass
-from types import TracebackType
 
 from typing_extensions import Self
 
@@ -77,9 +76,7 @@ class MultimodalPrompt:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *exception: object) -> None:
         self.release()
 
     def for_answer(self, ctx: RequestContext, model: ServedModel) -> "MultimodalPrompt":

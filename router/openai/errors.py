@@ -102,7 +102,7 @@ _GUIDED = re.compile(r"^guided\.(json_schema|regex|grammar|choice(\.texts)?|stru
 _TAG = re.compile(r"\.tags(\[\d+\])?(\.json_schema)?")
 
 
-class HttpRefusal(BatonError):
+class HttpRefusal(Unsupported):
     """A request that HTTP refuses before it becomes a request to a model: no such path, or a body that is too large."""
 
     reason = "INVALID_HTTP_REQUEST"
@@ -131,7 +131,7 @@ class TurnPlace(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class FieldNames:
-    """What a body calls fields of GenerateRequest, for errors.
+    """The names that a body has for fields of GenerateRequest, for errors.
 
     `guided` is its grammar, and `function` comes between a tool, or a call, and its name. If its conversation is no
     `messages`, `items` are the places of the turns after the first `before` ones.

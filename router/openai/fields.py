@@ -316,7 +316,7 @@ class SamplingFields(CacheFields, OptionFields):
 
     @property
     def names(self) -> FieldNames:
-        """What the body calls fields of the request."""
+        """The names that the body has for fields of the request."""
         return FieldNames(self.structured_outputs.field if self.structured_outputs else "")
 
     @property

@@ -74,7 +74,7 @@ class ResponsesRequest(CacheFields):
 
     @property
     def names(self) -> FieldNames:
-        """What the body calls fields of the request."""
+        """The names that the body has for fields of the request."""
         guided = format_field("text.format", self.text.format if self.text else None)
         items = () if isinstance(self.input, str) else turns_of(self.input)
         return FieldNames(guided, "max_output_tokens", before=bool(self.instructions), items=items)

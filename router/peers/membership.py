@@ -113,6 +113,12 @@ class RegisteredPeers:
             home = self._homes[key] = self._choose(key, self._views[0][1])
         return home
 
+    def next_home(self, key: str) -> str:
+        """The router that would be the home without the present one (`Peers.next_home`)."""
+        home = self.home(key) or self.own.worker_id
+        others = tuple(name for name in self._views[0][1] if name != home)
+        return self._choose(key, others) if others else THIS_ROUTER
+
     def home_since(self, key: str) -> float:
         """The time since which the key has this home (`Peers.home_since`)."""
         since = self._since.get(key)

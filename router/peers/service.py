@@ -77,9 +77,12 @@ class PeerServicer(peer_pb2_grpc.PeerServiceServicer):
         return peer_pb2.LendResponse(quotas=[self._quota(borrower, ask) for ask in request.quotas], places=places)
 
     def _quota(self, borrower: str, ask: peer_pb2.QuotaAsk) -> peer_pb2.QuotaLoan:
-        if self._peers.home(ask.tenant) != THIS_ROUTER:
+        ledger = self._admission.quotas.ledger
+        if ask.home_unreachable_seconds and self._peers.next_home(ask.tenant) == THIS_ROUTER:
+            return ledger.lend_parts(borrower, ask, self._peers.count)
+        if ask.home_unreachable_seconds or self._peers.home(ask.tenant) != THIS_ROUTER:
             return _NOT_HOME
-        return self._admission.quotas.ledger.lend(borrower, ask, self._peers.home_since(ask.tenant))
+        return ledger.lend(borrower, ask, self._peers.home_since(ask.tenant))
 
 
 def check(request: peer_pb2.LendRequest) -> None:
@@ -93,7 +96,7 @@ def check(request: peer_pb2.LendRequest) -> None:
             f"quotas[{index}]",
             (
                 *(ask.left_requests, ask.left_tokens, ask.spent_tokens, ask.requests, ask.tokens),
-                *(ask.more_requests, ask.more_tokens),
+                *(ask.more_requests, ask.more_tokens, ask.home_unreachable_seconds),
             ),
         )
     for index, wish in enumerate(request.places):

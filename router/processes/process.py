@@ -8,7 +8,6 @@ from collections.abc import Awaitable, Callable
 from typing import Final
 
 import structlog
-from prometheus_client import Counter, Gauge
 
 from baton.errors import ConfigError, Unavailable
 from discovery.backoff import Backoff
@@ -18,13 +17,11 @@ from router.processes.messages import AnyMessage, Family, LinkLost, ProcessLink
 from rpc.timeouts import CLEANUP_SECONDS
 from runtime.aio import run_to_completion, timeout
 from runtime.clock import monotonic
-from runtime.metrics import REGISTRY
+from runtime.metrics import counter, gauge
 from runtime.monitor import Report, status
 
-PROCESSES = Gauge("baton_router_processes", "Processes of this router that listen.", registry=REGISTRY)
-RESTARTS = Counter(
-    "baton_router_process_restarts_total", "Processes of this router that ended and were replaced.", registry=REGISTRY
-)
+PROCESSES = gauge("baton_router_processes", "Processes of this router that listen.")
+RESTARTS = counter("baton_router_process_restarts_total", "Processes of this router that ended and were replaced.")
 
 
 log = structlog.get_logger(__name__)

@@ -5,20 +5,25 @@ from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from typing import Any
 
+import structlog
 from google.protobuf.message import DecodeError
 
 from baton.engine.v1 import decode_pb2, prompt_pb2, resume_pb2
-from baton.errors import BatonError, Cancelled, PositionInvalid, StaleAttempt, StreamLost
+from baton.errors import BatonError, Cancelled, InvalidReply, PositionInvalid, StaleAttempt, StreamLost
 from baton.inference.v1 import generate_pb2, sampling_pb2
 from router.context import RequestQos
 from router.resume.finding import StreamFinder
 from router.resume.handle import Continued, Handle, Keep, answer_call_id, owner_sha256
+from router.telemetry import metrics
 from router.workers.calls import AdoptedDecode
 from router.workers.cluster import Cluster
 from router.workers.handle import WorkerHandle
+from router.workers.replies import check_attached
 from rpc.auth.caller import current_caller
 from rpc.channels import best_effort
 from runtime.aio import gather_or_cancel, timeout
+
+log = structlog.get_logger(__name__)
 
 # A worker that has an answer, and does not tell of it in this time, is not waited for.
 _ATTACH_SECONDS = 5.0
@@ -142,16 +147,21 @@ class Attacher:
         attached.enter_context(worker.keep_open())
         call: Any = worker.decode.Attach(asked, timeout=seconds)
         attached.push_async_callback(call.aclose)
-        return self._adopted(worker, await _first(call), call)
+        return self._adopted(worker, asked, await _first(call), call)
 
-    def _adopted(self, worker: WorkerHandle, attached: decode_pb2.DecodeAttached, call: Any) -> Adopted:
-        """An answer as its worker tells of it. Raises StreamLost for what no router has given a worker to keep."""
+    def _adopted(
+        self, worker: WorkerHandle, asked: decode_pb2.AttachRequest, attached: decode_pb2.DecodeAttached, call: Any
+    ) -> Adopted:
+        """An answer as its worker tells of it. Raises StreamLost for what no worker may tell."""
         try:
             record = resume_pb2.ResumeRecord.FromString(attached.record)
-        except DecodeError:
-            raise StreamLost("the answer's worker gives a record that cannot be read") from None
-        if record.answers > self._max_answers:
-            raise StreamLost(f"the answer's worker tells of {record.answers} answers of at most {self._max_answers}")
+            check_attached(asked, attached, worker)
+            if record.answers > self._max_answers:
+                raise InvalidReply(f"{record.answers} answers of at most {self._max_answers}")
+        except (DecodeError, InvalidReply) as error:
+            metrics.WORKER_FAULTS.labels("attach").inc()
+            log.warning("invalid reply", worker_id=worker.record.worker_id, stage="attach", reason=str(error))
+            raise StreamLost(f"the answer's worker tells of it wrongly: {error}") from None
         # A tenant has not paid for more than there is.
         attached.read_tokens = min(attached.read_tokens, len(attached.token_ids))
         return Adopted(record, AdoptedDecode(worker, attached, call))
@@ -170,7 +180,7 @@ class Attacher:
         with worker.keep_open():
             call: Any = worker.decode.Attach(asked, timeout=_ATTACH_SECONDS)
             try:
-                return self._adopted(worker, await _first(call), None)
+                return self._adopted(worker, asked, await _first(call), None)
             finally:
                 await call.aclose()
 

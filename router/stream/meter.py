@@ -19,7 +19,7 @@ class _SharedLatencies:
     of_class: Latencies  # the metric of the model and the class of the request
 
     def count(self, seconds: float, tokens: int, now: float) -> None:
-        """See engine_protocol.lane.Latencies."""
+        """Counts tokens that came one by one, as engine_protocol.lane.Latencies does."""
         self.recent.add_repeated(seconds, tokens, now)
         self.of_class.observe(seconds, tokens)
 

@@ -3,13 +3,11 @@
 from collections import Counter as Count
 from collections.abc import Iterable
 
-from prometheus_client import Counter, Gauge
-
 from baton.errors import DeadlineUnreachable, Overloaded, QuotaExceeded, QuotaUnavailable
 from baton.inference.v1 import generate_pb2
 from engine_protocol.roles import roles
 from runtime.frequent_metrics import FrequentCounter, FrequentHistogram
-from runtime.metrics import REGISTRY
+from runtime.metrics import REGISTRY, counter, gauge
 
 _CLASS = ("model", "request_class")
 _SECONDS = (0.0001, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 100.0)
@@ -22,25 +20,19 @@ REQUESTS = FrequentCounter(
 RUNNING = FrequentCounter(
     "baton_router_running_requests", "Requests that are running.", (), REGISTRY, is_gauge=True
 ).labels()
-WAITING = Gauge("baton_router_waiting_requests", "Requests that wait for admission.", registry=REGISTRY)
-WAITING_TENANTS = Gauge("baton_router_waiting_tenants", "Tenants with requests that wait.", registry=REGISTRY)
-LONGEST_TENANT_WAIT = Gauge(
-    "baton_router_longest_tenant_wait_seconds",
-    "The longest time for which a tenant's next request has waited.",
-    registry=REGISTRY,
+WAITING = gauge("baton_router_waiting_requests", "Requests that wait for admission.")
+WAITING_TENANTS = gauge("baton_router_waiting_tenants", "Tenants with requests that wait.")
+LONGEST_TENANT_WAIT = gauge(
+    "baton_router_longest_tenant_wait_seconds", "The longest time for which a tenant's next request has waited."
 )
-STARVING_TENANTS = Gauge(
+STARVING_TENANTS = gauge(
     "baton_router_starving_tenants",
     "Tenants that have waited for over ten seconds, and got less than half of an even share in the last minute.",
-    registry=REGISTRY,
 )
-QUOTA_FALLBACKS = Counter(
-    "baton_router_quota_fallbacks_total",
-    "Uses of a quota without its home, which could not be reached.",
-    ["outcome"],
-    registry=REGISTRY,
+QUOTA_FALLBACKS = counter(
+    "baton_router_quota_fallbacks_total", "Uses of a quota without its home, which could not be reached.", ["outcome"]
 )
-PEERS = Gauge("baton_router_peers", "Routers that share quotas and places, this one included.", registry=REGISTRY)
+PEERS = gauge("baton_router_peers", "Routers that share quotas and places, this one included.")
 TTFT = FrequentHistogram(
     "baton_router_time_to_first_token_seconds",
     "From a request's arrival to its first token.",
@@ -92,21 +84,17 @@ TOKENS = FrequentCounter(
     [*_CLASS, "kind"],
     REGISTRY,
 )
-RETRIES = Counter(
-    "baton_router_retries_total", "Attempts after a worker had failed a request.", ["stage"], registry=REGISTRY
-)
-MIGRATIONS = Counter(
+RETRIES = counter("baton_router_retries_total", "Attempts after a worker had failed a request.", ["stage"])
+MIGRATIONS = counter(
     "baton_router_migrations_total",
     "Requests that continued on another worker than the one they were placed on.",
     ["stage"],
-    registry=REGISTRY,
 )
-MOVES = Counter(
+MOVES = counter(
     "baton_router_moves_total",
     "Decodes that were to go on on another worker with their KV: moved, returned to where they were, recomputed, or not"
     " moved at all.",
     ["outcome"],
-    registry=REGISTRY,
 )
 MOVE_PAUSE_SECONDS = FrequentHistogram(
     "baton_router_move_pause_seconds",
@@ -115,58 +103,42 @@ MOVE_PAUSE_SECONDS = FrequentHistogram(
     _SECONDS,
     REGISTRY,
 ).labels()
-RESUMPTIONS = Counter(
+RESUMPTIONS = counter(
     "baton_router_resumptions_total",
     "Answers that a client asked to go on with: taken over from a worker, computed again, or lost.",
     ["result"],
-    registry=REGISTRY,
 )
-STORED_RESPONSES = Gauge(
-    "baton_router_stored_responses", "Responses of OpenAI's API that this router keeps in memory.", registry=REGISTRY
-)
-STORED_RESPONSE_BYTES = Gauge("baton_router_stored_response_bytes", "What these responses take.", registry=REGISTRY)
-RECORDS = Counter("baton_router_records_total", "Requests that were recorded.", ["cause"], registry=REGISTRY)
-RECORDS_DROPPED = Counter(
+STORED_RESPONSES = gauge("baton_router_stored_responses", "Responses of OpenAI's API that this router keeps in memory.")
+STORED_RESPONSE_BYTES = gauge("baton_router_stored_response_bytes", "What these responses take.")
+RECORDS = counter("baton_router_records_total", "Requests that were recorded.", ["cause"])
+RECORDS_DROPPED = counter(
     "baton_router_records_dropped_total",
     "Records that were not kept, or no longer than until others needed their memory.",
     ["cause"],
-    registry=REGISTRY,
 )
-RECORD_BYTES = Gauge("baton_router_record_bytes", "What the records in memory take.", registry=REGISTRY)
-REFUSALS = Counter(
-    "baton_router_refusals_total",
-    "Requests that were refused admission to the workers.",
-    ["reason"],
-    registry=REGISTRY,
+RECORD_BYTES = gauge("baton_router_record_bytes", "What the records in memory take.")
+REFUSALS = counter("baton_router_refusals_total", "Requests that were refused admission to the workers.", ["reason"])
+WORKERS = gauge(
+    "baton_router_workers", "Workers that are registered, as this router sees them.", ["worker_role", "state"]
 )
-WORKERS = Gauge(
-    "baton_router_workers",
-    "Workers that are registered, as this router sees them.",
-    ["worker_role", "state"],
-    registry=REGISTRY,
-)
-UNPAIRED_WORKERS = Gauge(
+UNPAIRED_WORKERS = gauge(
     "baton_router_unpaired_workers",
     "Workers that fit no other worker for a handoff: by their KV layout or their transports.",
     ["worker_role"],
-    registry=REGISTRY,
 )
-KV_RESUBSCRIPTIONS = Counter(
+KV_RESUBSCRIPTIONS = counter(
     "baton_router_kv_resubscriptions_total",
     "Subscriptions to workers' KV events that ended, because a message was missing or the worker was away.",
-    registry=REGISTRY,
 )
-LOST_REPORTS = Gauge(
+LOST_REPORTS = gauge(
     "baton_router_lost_report_streams",
     "Streams of reports of registered workers that are lost now, and are asked for again.",
     ["reports"],
-    registry=REGISTRY,
 )
-WORKER_FAULTS = Counter(
+WORKER_FAULTS = counter(
     "baton_router_worker_faults_total",
     "Replies and reports of workers that they may not give, and calls that they did not answer in time.",
     ["stage"],
-    registry=REGISTRY,
 )
 # How the router knew what the prefix cache held of the worker that runs the prompt.
 CACHE_VIEWS = {
@@ -181,11 +153,8 @@ PLACEMENTS = FrequentCounter(
     REGISTRY,
 )
 PLACED = {view: PLACEMENTS.labels(name) for view, name in CACHE_VIEWS.items()}  # by the message's number
-PICKS = Counter(
-    "baton_router_endpoint_picks_total",
-    "Requests of gateways, by how their endpoint was chosen.",
-    ["chosen_by"],
-    registry=REGISTRY,
+PICKS = counter(
+    "baton_router_endpoint_picks_total", "Requests of gateways, by how their endpoint was chosen.", ["chosen_by"]
 )
 for _how in ("policy", "load", "none"):
     PICKS.labels(_how)
@@ -196,17 +165,13 @@ TTFT_PREDICTION_ERROR = FrequentHistogram(
     (0.05, 0.1, 0.15, 0.25, 0.4, 0.6, 1.0, 2.0, 4.0),
     REGISTRY,
 ).labels()
-EMBEDDING_CACHE_HITS = Counter(
-    "baton_embedding_cache_hits_total", "Media whose embedding was in the cache.", registry=REGISTRY
+EMBEDDING_CACHE_HITS = counter("baton_embedding_cache_hits_total", "Media whose embedding was in the cache.")
+EMBEDDING_CACHE_MISSES = counter("baton_embedding_cache_misses_total", "Media whose embedding was not in the cache.")
+EMBEDDING_CACHE_BYTES = gauge(
+    "baton_embedding_cache_bytes", "Embeddings in the cache, here or leased on encode workers."
 )
-EMBEDDING_CACHE_MISSES = Counter(
-    "baton_embedding_cache_misses_total", "Media whose embedding was not in the cache.", registry=REGISTRY
-)
-EMBEDDING_CACHE_BYTES = Gauge(
-    "baton_embedding_cache_bytes", "Embeddings in the cache, here or leased on encode workers.", registry=REGISTRY
-)
-EMBEDDING_CACHE_EVICTIONS = Counter(
-    "baton_embedding_cache_evictions_total", "Embeddings that have left the cache.", ["reason"], registry=REGISTRY
+EMBEDDING_CACHE_EVICTIONS = counter(
+    "baton_embedding_cache_evictions_total", "Embeddings that have left the cache.", ["reason"]
 )
 
 
@@ -229,7 +194,7 @@ def _begin_at_zero() -> None:
     """Creates the series at zero, since a series that begins at one shows no increase."""
     for stage in roles():
         RETRIES.labels(stage)
-    for faulty in (*roles(), "kv_events", "loras"):
+    for faulty in (*roles(), "kv_events", "loras", "attach"):
         WORKER_FAULTS.labels(faulty)
     for stage in ("prefill", "decode"):
         MIGRATIONS.labels(stage)

@@ -2,7 +2,6 @@
 
 from collections import OrderedDict
 from functools import partial
-from types import TracebackType
 
 from typing_extensions import Self
 
@@ -32,9 +31,7 @@ class GrammarCheck:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *exception: object) -> None:
         self._thread.close()
 
     async def prepare(self, request: generate_pb2.GenerateRequest, model: ServedModel) -> None:

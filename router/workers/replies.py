@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 import structlog
 
-from baton.engine.v1 import encode_pb2, handoff_pb2, prompt_pb2
+from baton.engine.v1 import decode_pb2, encode_pb2, handoff_pb2, prompt_pb2
 from baton.errors import (
     BatonError,
     Cancelled,
@@ -51,7 +51,8 @@ _ROUTERS_FIELDS = ("emitted", "handoff", "destination")
 # How much earlier than at the deadline a worker may find that it has passed.
 _EARLY_SECONDS = 1.0
 _LONGEST_EMBEDDING = 2**20  # tokens
-_ITEM_BYTES = {"float32": 4, "float": 4, "bfloat16": 2, "float16": 2, "half": 2, "float64": 8, "uint8": 1, "int8": 1}
+_MOST_READERS = 2**31  # of one answer, one after the other
+_ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}  # the types that can be read
 
 
 class Suspects:
@@ -123,6 +124,24 @@ def check_yielded(handoff: handoff_pb2.KvHandoff, record: WorkerRecord, tokens: 
         raise InvalidReply(f"the decode yields after {handoff.first_token.token_id}, and the last id was {newest}")
 
 
+def check_attached(asked: decode_pb2.AttachRequest, told: decode_pb2.DecodeAttached, worker: WorkerHandle) -> None:
+    """Raises InvalidReply unless a decode worker may tell this of an answer that it has kept."""
+    vocab_size = (worker.model.limits.vocab_size if worker.model else 0) or 2**32
+    if (largest := max(told.token_ids, default=0)) >= vocab_size:
+        raise InvalidReply(f"the answer has token {largest} of a vocabulary of {vocab_size}")
+    missing = len(told.token_ids) - asked.from_tokens
+    if missing < 0:
+        raise InvalidReply(f"the answer has {len(told.token_ids)} tokens, and its client {asked.from_tokens}")
+    if asked.peek:
+        return
+    if not 0 < told.attachment <= _MOST_READERS:
+        raise InvalidReply(f"the answer has had {told.attachment} readers")
+    if not told.prompt.token_ids:
+        raise InvalidReply("the answer has no prompt")
+    if len(told.logprobs) != (missing if told.sampling.HasField("logprobs") else 0):
+        raise InvalidReply(f"the answer has {len(told.logprobs)} log probabilities of {missing} tokens")
+
+
 def reported_logprobs(
     found: generate_pb2.PromptLogprobs, sampling: prompt_pb2.Sampling, prompt: prompt_pb2.Prompt
 ) -> generate_pb2.PromptLogprobs | None:
@@ -148,10 +167,23 @@ def check_embedding(response: encode_pb2.EncodeResponse, worker: WorkerHandle) -
         raise InvalidReply(f"the encode worker returned an embedding of shape {list(shape)[:8]}")
     if embedding.WhichOneof("source") is None:
         raise InvalidReply("the encode worker returned an embedding without its content")
-    size = _ITEM_BYTES.get(embedding.dtype.removeprefix("torch."), 0) * shape[0] * shape[1]
-    if size and embedding.HasField("inline") and len(embedding.inline) != size:
-        raise InvalidReply(f"the encode worker returned {len(embedding.inline)} bytes for {size}")
+    if not embedding.digest:
+        raise InvalidReply("the encode worker returned an embedding without its digest")
+    if embedding.dtype not in _ITEM_BYTES:
+        raise InvalidReply(f"the encode worker returned an embedding of the type {embedding.dtype[:20]!r}")
+    found = len(embedding.inline) if embedding.HasField("inline") else embedding.lease.num_bytes
+    if found != (size := _ITEM_BYTES[embedding.dtype] * shape[0] * shape[1]):
+        raise InvalidReply(f"the encode worker returned {found} bytes for {size}")
+    if embedding.HasField("lease"):
+        _check_embedding_lease(embedding.lease, worker)
     return embedding
+
+
+def _check_embedding_lease(lease: encode_pb2.EmbeddingLease, worker: WorkerHandle) -> None:
+    if (lease.worker_id, lease.epoch) != (worker.record.worker_id, worker.record.epoch):
+        raise InvalidReply(f"the embedding is of {lease.worker_id[:80]!r} in epoch {lease.epoch}")
+    if worker.embedding_layout and lease.layout_digest != worker.embedding_layout:
+        raise InvalidReply(f"the embedding has the layout {lease.layout_digest[:12]!r}")
 
 
 def check_vectors(

@@ -148,9 +148,7 @@ class entered:  # noqa: N801  # reads as a function: `with entered(span):`
         _current.set(self._span)
         return self._span
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *exception: object) -> None:
         # Not reset(token): a token is valid in one context only, and a generator may be closed in another.
         _current.set(self._before)
 

@@ -2,7 +2,6 @@
 
 import asyncio
 from collections.abc import Awaitable, Callable
-from types import TracebackType
 
 import structlog
 from typing_extensions import Self
@@ -50,9 +49,7 @@ class Canary:
         self._asking = asyncio.create_task(lasting("canary", self._run))
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *exception: object) -> None:
         self._asking.cancel()
         await asyncio.wait([self._asking])
 

@@ -5,7 +5,6 @@ from collections import Counter, defaultdict
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, replace
-from types import TracebackType
 
 import structlog
 from typing_extensions import Self
@@ -82,9 +81,7 @@ class PrefixBorrower:
         self._giving_up = await self._resources.enter_async_context(TaskGroup())
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *exception: object) -> None:
         await self._resources.aclose()
 
     async def borrow(self, source: PrefixSource | None, prompt: Prompt, call: RunningCall) -> None:

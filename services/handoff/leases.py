@@ -7,7 +7,6 @@ from collections import OrderedDict
 from collections.abc import Collection, Iterable, Mapping
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
-from types import TracebackType
 from typing import Protocol
 
 import structlog
@@ -120,9 +119,7 @@ class LeaseTable:
         self._reaper = self._group.create_task(lasting("lease_expiry", self._expire))
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *exception: object) -> None:
         self._reaper.cancel()
         self._end(self._leases.values(), still_valid=False)
         await wait_until_done(*self._freeing)

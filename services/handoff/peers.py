@@ -4,7 +4,6 @@ import asyncio
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
-from types import TracebackType
 
 import structlog
 from typing_extensions import Self
@@ -99,9 +98,7 @@ class Peers:
         self._sweeping = self._group.create_task(lasting("peers", self._sweep))
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *exception: object) -> None:
         self._sweeping.cancel()
         await self._resources.aclose()
         for peer in [*self._forgotten, *self._peers.values()]:

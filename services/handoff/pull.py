@@ -4,7 +4,6 @@ import asyncio
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, ExitStack, asynccontextmanager
 from dataclasses import dataclass
-from types import TracebackType
 
 import structlog
 from typing_extensions import Self
@@ -60,9 +59,7 @@ class Puller:
         self._giving_up = await self._resources.enter_async_context(TaskGroup())
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *exception: object) -> None:
         await self._resources.aclose()
 
     @asynccontextmanager

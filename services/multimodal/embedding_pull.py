@@ -7,7 +7,6 @@ import heapq
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from types import TracebackType
 
 from baton.errors import EmbeddingLost, HandoffLost, LayoutMismatch, Overloaded, StaleEpoch
 from baton.inference.v1 import timing_pb2
@@ -17,7 +16,7 @@ from runtime.aio import run_with_background
 from runtime.clock import monotonic, perf_counter
 from services.engines.base import ModelFacts
 from services.engines.kv import BlockMemory, KvLayout
-from services.engines.memory.shared_pool import Scratch, SharedPool
+from services.engines.memory.shared_pool import OwnedBlocks, Scratch, SharedPool
 from services.engines.prompt import Embedding
 from services.handoff import spans as traces
 from services.handoff.peers import OwnerConnection, Peers, Pool
@@ -106,30 +105,6 @@ class EmbeddingPuller:
 _RETRY_SECONDS = 1.0
 
 
-class HeldEmbedding:
-    """A HeldBlocks: an embedding in the pool, until it is released."""
-
-    def __init__(self, pool: "EmbeddingPool", block_ids: tuple[int, ...], num_tokens: int) -> None:
-        self._pool = pool
-        self._block_ids = block_ids
-        self._owned = block_ids
-        self._num_tokens = num_tokens
-
-    @property
-    def block_ids(self) -> tuple[int, ...]:
-        return self._block_ids
-
-    @property
-    def num_tokens(self) -> int:
-        """The number of rows of the embedding."""
-        return self._num_tokens
-
-    async def release(self) -> int:
-        """Frees the blocks; returns how many, 0 if they were free already."""
-        blocks, self._owned = self._owned, ()
-        return self._pool.free(blocks)
-
-
 class EmbeddingPool:
     """Blocks of one layout, as many as fit in `pool_bytes`. A context manager: leaving closes the memory."""
 
@@ -144,9 +119,7 @@ class EmbeddingPool:
         self._memory = self._open.enter_context(SharedPool(self._num_blocks, self.layout.block_bytes))
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *exception: object) -> None:
         self._open.close()
 
     @property
@@ -161,7 +134,7 @@ class EmbeddingPool:
     def used(self) -> int:
         return self._num_blocks - len(self._free)
 
-    def store(self, embedding: Embedding) -> HeldEmbedding:
+    def store(self, embedding: Embedding) -> OwnedBlocks:
         """Copies an embedding into blocks. Raises Overloaded if there are not enough."""
         size = self.layout.block_bytes
         count = -(-len(embedding.data) // size)
@@ -172,7 +145,7 @@ class EmbeddingPool:
         for index, block in enumerate(blocks):
             part = embedding.data[index * size : (index + 1) * size]
             self._memory.block(block)[: len(part)] = part
-        return HeldEmbedding(self, blocks, embedding.shape[0])
+        return OwnedBlocks(blocks, embedding.shape[0], self.free)
 
     def free(self, blocks: tuple[int, ...]) -> int:
         """Frees blocks; returns how many."""

@@ -6,7 +6,6 @@ from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from hashlib import sha256
-from types import TracebackType
 from typing import Any
 
 from typing_extensions import Self
@@ -93,9 +92,7 @@ class KeptStreams:
     async def __aenter__(self) -> Self:
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *exception: object) -> None:
         owners = [entry.owner for entry in self._entries.values() if entry.owner is not None]
         self.forget_all()
         if self._look is not None:

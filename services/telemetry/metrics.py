@@ -2,10 +2,8 @@
 
 from collections.abc import Iterable
 
-from prometheus_client import Counter, Gauge, Histogram, Info
-
 from baton.inference.v1 import timing_pb2
-from runtime.metrics import REGISTRY
+from runtime.metrics import counter, gauge, histogram, info
 from services.engines.answer import Finished
 from services.engines.base import EngineLoad, ModelFacts
 from services.engines.kv import HeldKv
@@ -16,158 +14,113 @@ _HANDOFF_SECONDS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 
 # The transport of a handoff without a transfer: the reader's own prefix cache had all blocks.
 _NO_TRANSPORT = "none"
 
-WORKER = Info("baton_worker", "The worker's id, roles, model and engine.", registry=REGISTRY)
-CALLS = Counter(
-    "baton_worker_calls_total",
-    "Calls of each stage that have ended.",
-    ["stage", "outcome", "reason"],
-    registry=REGISTRY,
-)
-RUNNING = Gauge("baton_worker_running_requests", "Requests that the engine computes now.", registry=REGISTRY)
-WAITING = Gauge(
-    "baton_worker_waiting_requests", "Requests that wait for blocks or for a place in the batch.", registry=REGISTRY
-)
-WAITING_PREFILL_TOKENS = Gauge(
-    "baton_worker_waiting_prefill_tokens", "Prompt tokens that wait to be computed.", registry=REGISTRY
-)
-QUEUE_SECONDS = Histogram(
+WORKER = info("baton_worker", "The worker's id, roles, model and engine.")
+CALLS = counter("baton_worker_calls_total", "Calls of each stage that have ended.", ["stage", "outcome", "reason"])
+RUNNING = gauge("baton_worker_running_requests", "Requests that the engine computes now.")
+WAITING = gauge("baton_worker_waiting_requests", "Requests that wait for blocks or for a place in the batch.")
+WAITING_PREFILL_TOKENS = gauge("baton_worker_waiting_prefill_tokens", "Prompt tokens that wait to be computed.")
+QUEUE_SECONDS = histogram(
     "baton_worker_queue_seconds",
     "From a call's arrival until the engine's first step for it, other stages left out.",
     ["stage"],
     buckets=_SECONDS,
-    registry=REGISTRY,
 )
-COMPUTE_SECONDS = Histogram(
+COMPUTE_SECONDS = histogram(
     "baton_worker_compute_seconds",
     "How long a stage computed for one request, with others beside it in the batch.",
     ["stage"],
     buckets=_SECONDS,
-    registry=REGISTRY,
 )
-PROMPT_TOKENS = Counter("baton_worker_prompt_tokens_total", "Tokens of prompts that were run here.", registry=REGISTRY)
-PREFIX_CACHE_HIT_TOKENS = Counter(
-    "baton_prefix_cache_hit_tokens_total", "Prompt tokens whose KV was in the prefix cache.", registry=REGISTRY
+PROMPT_TOKENS = counter("baton_worker_prompt_tokens_total", "Tokens of prompts that were run here.")
+PREFIX_CACHE_HIT_TOKENS = counter(
+    "baton_prefix_cache_hit_tokens_total", "Prompt tokens whose KV was in the prefix cache."
 )
-GENERATED_TOKENS = Counter(
-    "baton_worker_generated_tokens_total", "Tokens that the engine generated.", registry=REGISTRY
-)
-KV_BLOCKS = Gauge(
+GENERATED_TOKENS = counter("baton_worker_generated_tokens_total", "Tokens that the engine generated.")
+KV_BLOCKS = gauge(
     "baton_kv_blocks",
     "Blocks of the KV pool: total, used, free, and those of the used ones that are held for handoffs.",
     ["state"],
-    registry=REGISTRY,
 )
-KV_BLOCK_BYTES = Gauge("baton_kv_block_bytes", "The size of one block of the KV pool.", registry=REGISTRY)
-KV_FRAGMENTATION = Gauge(
+KV_BLOCK_BYTES = gauge("baton_kv_block_bytes", "The size of one block of the KV pool.")
+KV_FRAGMENTATION = gauge(
     "baton_kv_fragmentation_ratio",
     "The part of the used blocks that has no token: of the last block of each sequence, and of what it reserved.",
-    registry=REGISTRY,
 )
-KEPT_STREAMS = Gauge(
+KEPT_STREAMS = gauge(
     "baton_kept_streams",
     "Answers that are kept for other routers: read, parked without a reader, and ended.",
     ["state"],
-    registry=REGISTRY,
 )
-KEPT_BYTES = Gauge("baton_kept_stream_bytes", "What kept answers take, beside their prompts.", registry=REGISTRY)
-KEPT_DROPPED = Counter(
+KEPT_BYTES = gauge("baton_kept_stream_bytes", "What kept answers take, beside their prompts.")
+KEPT_DROPPED = counter(
     "baton_kept_streams_dropped_total",
     "Kept answers that ended before anybody came: their grace was over, or a bound was reached.",
     ["reason"],
-    registry=REGISTRY,
 )
-HANDOFFS_HELD = Gauge("baton_handoffs_held", "Handoffs whose blocks are held now.", registry=REGISTRY)
-HANDOFF_WAIT_SECONDS = Histogram(
+HANDOFFS_HELD = gauge("baton_handoffs_held", "Handoffs whose blocks are held now.")
+HANDOFF_WAIT_SECONDS = histogram(
     "baton_handoff_wait_seconds",
     "How long handoffs waited for blocks of the worker that takes them over.",
     buckets=_SECONDS,
-    registry=REGISTRY,
 )
-HANDOFF_SECONDS = Histogram(
+HANDOFF_SECONDS = histogram(
     "baton_handoff_seconds",
     "From the reservation of blocks until the KV was pulled and confirmed.",
     ["transport"],
     buckets=_HANDOFF_SECONDS,
-    registry=REGISTRY,
 )
-HANDOFF_BYTES = Counter(
-    "baton_handoff_bytes_total", "KV that was pulled and confirmed.", ["transport"], registry=REGISTRY
-)
-HANDOFF_CACHED_BYTES = Counter(
+HANDOFF_BYTES = counter("baton_handoff_bytes_total", "KV that was pulled and confirmed.", ["transport"])
+HANDOFF_CACHED_BYTES = counter(
     "baton_handoff_cached_bytes_total",
     "KV of handoffs that did not have to move, since this worker had it in its prefix cache.",
-    registry=REGISTRY,
 )
-HANDOFF_EARLY_BYTES = Counter(
+HANDOFF_EARLY_BYTES = counter(
     "baton_handoff_early_bytes_total",
     "KV that was pulled while its prompt was computed, of that which was pulled and confirmed.",
-    registry=REGISTRY,
 )
-LEASE_EXPIRIES = Counter(
-    "baton_handoff_lease_expiries_total",
-    "Handoffs that were not released before their lease expired.",
-    registry=REGISTRY,
+LEASE_EXPIRIES = counter(
+    "baton_handoff_lease_expiries_total", "Handoffs that were not released before their lease expired."
 )
-HANDOFFS_GIVEN_BACK = Counter(
+HANDOFFS_GIVEN_BACK = counter(
     "baton_handoffs_given_back_total",
     "Handoffs that were released because KV held for other workers left no room for them.",
-    registry=REGISTRY,
 )
-HANDOFF_CHECKS = Counter(
+HANDOFF_CHECKS = counter(
     "baton_handoff_checks_total",
     "Handoffs whose content was compared with its owner's, by handoff.verify: equal, or damaged.",
     ["outcome"],
-    registry=REGISTRY,
 )
-LENT_BLOCKS = Counter(
-    "baton_prefix_lent_blocks_total", "Blocks of the prefix cache that were lent to other workers.", registry=REGISTRY
-)
-PREFIX_LOANS = Counter(
+LENT_BLOCKS = counter("baton_prefix_lent_blocks_total", "Blocks of the prefix cache that were lent to other workers.")
+PREFIX_LOANS = counter(
     "baton_prefix_loans_total",
     "Attempts to borrow the beginning of a prompt from another worker's prefix cache, by how they ended.",
     ["outcome"],
-    registry=REGISTRY,
 )
-PREFIX_LOAN_SECONDS = Histogram(
+PREFIX_LOAN_SECONDS = histogram(
     "baton_prefix_loan_seconds",
     "From the request for a loan until its blocks were pulled, checked and confirmed.",
     ["transport"],
     buckets=_HANDOFF_SECONDS,
-    registry=REGISTRY,
 )
-PREFIX_LOAN_BYTES = Counter(
-    "baton_prefix_loan_bytes_total", "KV that was borrowed and confirmed.", ["transport"], registry=REGISTRY
+PREFIX_LOAN_BYTES = counter("baton_prefix_loan_bytes_total", "KV that was borrowed and confirmed.", ["transport"])
+CONFIRMATIONS_REFUSED = counter(
+    "baton_handoff_confirmations_refused_total", "Releases of handoffs whose lease had expired."
 )
-CONFIRMATIONS_REFUSED = Counter(
-    "baton_handoff_confirmations_refused_total",
-    "Releases of handoffs whose lease had expired.",
-    registry=REGISTRY,
-)
-YIELDED_DECODES = Counter(
-    "baton_yielded_decodes_total", "Decodes that have ended here to go on elsewhere.", registry=REGISTRY
-)
-EMBEDDING_PULL_SECONDS = Histogram(
+YIELDED_DECODES = counter("baton_yielded_decodes_total", "Decodes that have ended here to go on elsewhere.")
+EMBEDDING_PULL_SECONDS = histogram(
     "baton_embedding_pull_seconds",
     "From the request for a leased embedding until it was pulled and confirmed.",
     ["transport"],
     buckets=_HANDOFF_SECONDS,
-    registry=REGISTRY,
 )
-EMBEDDING_PULL_BYTES = Counter(
-    "baton_embedding_pull_bytes_total",
-    "Leased embeddings that were pulled and confirmed.",
-    ["transport"],
-    registry=REGISTRY,
+EMBEDDING_PULL_BYTES = counter(
+    "baton_embedding_pull_bytes_total", "Leased embeddings that were pulled and confirmed.", ["transport"]
 )
-EMBEDDING_BLOCKS = Gauge(
-    "baton_embedding_blocks", "Blocks of the pool of leased embeddings: all, and in use.", ["state"], registry=REGISTRY
+EMBEDDING_BLOCKS = gauge(
+    "baton_embedding_blocks", "Blocks of the pool of leased embeddings: all, and in use.", ["state"]
 )
-MEDIA_ENCODED = Counter(
-    "baton_media_encoded_total", "Embeddings made: sent inline, or leased.", ["sent"], registry=REGISTRY
-)
-MODEL_LOAD_SECONDS = Gauge(
-    "baton_model_load_seconds", "The time that loading and warming up the model took.", registry=REGISTRY
-)
+MEDIA_ENCODED = counter("baton_media_encoded_total", "Embeddings made: sent inline, or leased.", ["sent"])
+MODEL_LOAD_SECONDS = gauge("baton_model_load_seconds", "The time that loading and warming up the model took.")
 
 
 for _reason in ("grace", "parked", "bytes", "room"):

@@ -5,7 +5,6 @@ docs/extending.md has an example.
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
-from types import TracebackType
 from typing import Any, Protocol
 
 from pydantic import Field
@@ -127,9 +126,7 @@ class Transport(Protocol):
     async def __aenter__(self) -> Self:
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *exception: object) -> None:
         return
 
     async def offer(self, memory: BlockMemory, exposure: Exposure) -> Endpoint | None:

@@ -6,7 +6,6 @@ The owner takes no part. Mapped memory stays while a reader has it open, even af
 import asyncio
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from types import TracebackType
 
 import structlog
 
@@ -72,9 +71,7 @@ class CudaIpcTransport(Transport):
         self._memory = context.memory
         self._threads = ThreadPoolExecutor(max_workers=_THREADS, thread_name_prefix="cuda-ipc")
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *exception: object) -> None:
         self._threads.shutdown()
 
     async def offer(self, memory: BlockMemory, exposure: Exposure) -> Endpoint | None:

@@ -9,7 +9,6 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack, ExitStack
 from functools import partial
 from threading import Event
-from types import TracebackType
 from typing import Annotated
 
 import numpy as np
@@ -76,9 +75,7 @@ class NixlTransport(Transport):
         self._threads = ThreadPoolExecutor(max_workers=_THREADS, thread_name_prefix="nixl")
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *exception: object) -> None:
         self._threads.shutdown()
         await self._agents.aclose()
 

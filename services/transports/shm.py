@@ -10,7 +10,6 @@ from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
 from pathlib import Path
 from threading import Event
-from types import TracebackType
 
 import numpy as np
 import numpy.typing as npt
@@ -73,9 +72,7 @@ class ShmTransport(Transport):
         del context
         self._threads = ThreadPoolExecutor(max_workers=2, thread_name_prefix="shm")
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *exception: object) -> None:
         self._threads.shutdown()
 
     async def offer(self, memory: BlockMemory, exposure: Exposure) -> Endpoint | None:

@@ -7,7 +7,6 @@ import socket
 import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
-from types import TracebackType
 from typing import Any
 
 from baton.engine.v1 import handoff_pb2
@@ -47,9 +46,7 @@ class TcpTransport(Transport):
         self._tls = None if context.tls is None else ReaderTls(context.tls)
         self._servers = contextlib.AsyncExitStack()
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *exception: object) -> None:
         """Closes the servers. Readers' threads end when the readers are closed."""
         await self._servers.aclose()
 

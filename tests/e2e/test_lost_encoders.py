@@ -2,14 +2,14 @@
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Iterator
-from pathlib import Path
+from collections.abc import AsyncIterator, Iterator, Sequence
 
 import grpc
 import pytest
 import pytest_asyncio
 from support.clients.generation import Answer, generate
 from support.cluster.fleet import Fleet, FleetPlan, overrides, shared_fleet
+from support.eventually import PATIENCE_SECONDS
 from support.images.pictures import picture
 from support.servers.etcd import EtcdServer
 
@@ -25,10 +25,11 @@ LEASE_SECONDS = 2.0
 ENCODE_SECONDS = 0.5
 
 
-@pytest.fixture
-def running(shared_etcd: EtcdServer, tmp_path: Path) -> Iterator[Fleet]:
+@pytest.fixture(scope="module")
+def whole(shared_etcd: EtcdServer, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
+    folder = tmp_path_factory.mktemp("lost-encoders")
     plan = FleetPlan(
-        namespace=tmp_path.name,
+        namespace=folder.name,
         etcd=shared_etcd.endpoint,
         worker=(
             *overrides("engine", {"kind": "simulated", "image_tokens": 16, "encode_seconds": ENCODE_SECONDS}),
@@ -41,14 +42,25 @@ def running(shared_etcd: EtcdServer, tmp_path: Path) -> Iterator[Fleet]:
         prefill=1,
         decode=1,
     )
-    with shared_fleet(plan, tmp_path) as whole:
-        yield whole
+    with shared_fleet(plan, folder) as running:
+        yield running
 
 
 @pytest_asyncio.fixture
-async def channel(running: Fleet) -> AsyncIterator[grpc.aio.Channel]:
-    async with grpc.aio.insecure_channel(running.router.address) as channel:
+async def channel(whole: Fleet) -> AsyncIterator[grpc.aio.Channel]:
+    async with grpc.aio.insecure_channel(whole.router.address) as channel:
         yield channel
+
+
+@pytest_asyncio.fixture
+async def running(whole: Fleet, channel: grpc.aio.Channel) -> Fleet:
+    """The fleet, of which all workers are ready, whatever the test before has done to them."""
+    for node in whole.workers:
+        node.resume() if node.is_alive else node.start()
+    async with timeout(PATIENCE_SECONDS):
+        while len(await ready(channel)) < len(whole.workers):  # noqa: ASYNC110
+            await asyncio.sleep(0.05)
+    return whole
 
 
 def about(width: int) -> pb.GenerateRequest:
@@ -58,12 +70,15 @@ def about(width: int) -> pb.GenerateRequest:
     return request
 
 
-async def blocks_used(channel: grpc.aio.Channel) -> int:
-    """Of all workers that the router can reach."""
+async def ready(channel: grpc.aio.Channel) -> Sequence[cluster_service_pb2.Worker]:
+    """The workers that the router can reach."""
     stub = cluster_service_pb2_grpc.ClusterServiceStub(channel)
     answer = await stub.ListWorkers(cluster_service_pb2.ListWorkersRequest(), timeout=60)
-    ready = [each for each in answer.workers if each.state == cluster_service_pb2.WORKER_STATE_READY]
-    return sum(each.load.blocks_used for each in ready)
+    return [each for each in answer.workers if each.state == cluster_service_pb2.WORKER_STATE_READY]
+
+
+async def blocks_used(channel: grpc.aio.Channel) -> int:
+    return sum(each.load.blocks_used for each in await ready(channel))
 
 
 async def drained(channel: grpc.aio.Channel) -> None:

@@ -59,7 +59,7 @@ from simulation.world import World
 
 _HOME_SECONDS = 3.0  # until a home lends more than it is told of
 _TENANT = "acme"
-QUOTA = Quota(tokens_per_second=2000.0, requests_per_second=40.0, burst_seconds=1.0, prompt=200)  # of each tenant
+QUOTA = Quota(tokens_per_second=4000.0, requests_per_second=80.0, burst_seconds=1.0, prompt=200)  # of each tenant
 _LOADS = {"greedy": 3.0, "modest": 0.9}  # their demand, in quotas
 _APART_SECONDS, _DOWN_SECONDS = 20.0, 6.0
 _WARM_SECONDS = 10.0

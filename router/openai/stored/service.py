@@ -6,7 +6,6 @@ from collections.abc import Callable, Coroutine, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
-from types import TracebackType
 from typing import Any, TypeVar
 
 import structlog
@@ -69,9 +68,7 @@ class ResponseService:
     async def __aenter__(self) -> Self:
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *exception: object) -> None:
         if not await run_to_completion(_ended(self._tasks)):
             log.warning("responses did not end when cancelled", responses=len(self._tasks))
 

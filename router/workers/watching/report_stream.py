@@ -3,8 +3,6 @@
 A worker's load between its reports, corrected by what this router has sent there and seen end.
 """
 
-from types import TracebackType
-
 import structlog
 from typing_extensions import Self
 
@@ -29,9 +27,7 @@ class ReportStream:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *exception: object) -> None:
         self._note(is_lost=False)
 
     def arrived(self) -> None:

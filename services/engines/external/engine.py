@@ -2,7 +2,6 @@
 
 from collections.abc import AsyncGenerator, Callable
 from contextlib import AsyncExitStack
-from types import TracebackType
 from typing import Any
 
 from baton.errors import Unsupported
@@ -34,9 +33,7 @@ class ExternalEngine(Engine):
     _canary: Canary
     _open: AsyncExitStack
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *exception: object) -> None:
         if self.healthy:
             await self._held.outlived(self.fetch_seconds)
         await self._open.aclose()

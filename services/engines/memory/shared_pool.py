@@ -1,12 +1,9 @@
-"""A block pool's memory in a memfd, which other processes of the host can map.
-
-Blocks in private memory, for bytes that are only passing through.
-"""
+"""Memory of blocks on a host: in a memfd, which other processes can map, or private, for bytes that pass through."""
 
 import mmap
 import os
-from collections.abc import Sequence
-from types import TracebackType
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 from services.engines.kv import BlockWriter
 
@@ -18,8 +15,8 @@ class SharedPool:
     """
 
     def __init__(self, num_blocks: int, block_bytes: int) -> None:
-        self._num_blocks = num_blocks
-        self._block_bytes = block_bytes
+        self.num_blocks = num_blocks
+        self.block_bytes = block_bytes
         self._file = os.memfd_create("baton-kv", os.MFD_CLOEXEC)
         os.ftruncate(self._file, num_blocks * block_bytes)
         self._bytes = memoryview(mmap.mmap(self._file, num_blocks * block_bytes))
@@ -27,19 +24,9 @@ class SharedPool:
     def __enter__(self) -> "SharedPool":
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *exception: object) -> None:
         # The mapping is freed with its last view, which a transfer may still hold.
         os.close(self._file)
-
-    @property
-    def num_blocks(self) -> int:
-        return self._num_blocks
-
-    @property
-    def block_bytes(self) -> int:
-        return self._block_bytes
 
     @property
     def file_descriptor(self) -> int:
@@ -47,46 +34,38 @@ class SharedPool:
 
     def block(self, block_id: int) -> memoryview:
         """Returns one block's bytes, writable."""
-        return self._bytes[block_id * self._block_bytes : (block_id + 1) * self._block_bytes]
+        return self._bytes[block_id * self.block_bytes : (block_id + 1) * self.block_bytes]
 
     def read(self, block_ids: Sequence[int]) -> list[memoryview]:
         """Returns the blocks' bytes, neighbours merged."""
-        return [view.toreadonly() for view in self._views(block_ids)]
+        return [view.toreadonly() for view in block_views(self._bytes, self.block_bytes, block_ids)]
 
     def write(self, block_ids: Sequence[int]) -> BlockWriter:
         """Opens the blocks for writing; the caller has reserved them."""
-        return ViewWriter(self._views(block_ids))
+        return ViewWriter(block_views(self._bytes, self.block_bytes, block_ids))
 
-    def _views(self, block_ids: Sequence[int]) -> list[memoryview]:
-        size = self._block_bytes
-        return [self._bytes[first * size : (first + count) * size] for first, count in runs(block_ids)]
+
+def block_views(memory: memoryview, size: int, block_ids: Sequence[int]) -> list[memoryview]:
+    """Returns the bytes of blocks of a size in a memory, neighbours merged."""
+    return [memory[first * size : (first + count) * size] for first, count in runs(block_ids)]
 
 
 def runs(block_ids: Sequence[int]) -> list[tuple[int, int]]:
-    """Yields neighbouring ids as (first, count), in order."""
+    """Returns neighbouring ids as (first, count), in order."""
     found: list[tuple[int, int]] = []
-    first = count = 0
-    for block_id in block_ids:
-        if count and block_id == first + count:
-            count += 1
-            continue
-        if count:
-            found.append((first, count))
-        first, count = block_id, 1
-    if count:
-        found.append((first, count))
+    for block in block_ids:
+        if found and sum(found[-1]) == block:
+            found[-1] = (found[-1][0], found[-1][1] + 1)
+        else:
+            found.append((block, 1))
     return found
 
 
+@dataclass(frozen=True, slots=True)
 class ViewWriter:
     """A BlockWriter that writes directly into memory."""
 
-    def __init__(self, views: list[memoryview]) -> None:
-        self._views = views
-
-    @property
-    def views(self) -> list[memoryview]:
-        return self._views
+    views: Sequence[memoryview]
 
     def commit(self) -> None:
         """No-op: the bytes are in place."""
@@ -96,35 +75,33 @@ class Scratch:
     """A BlockMemory that other processes cannot read."""
 
     def __init__(self, num_blocks: int, block_bytes: int) -> None:
-        self._num_blocks = num_blocks
-        self._block_bytes = block_bytes
-        self._bytes = bytearray(num_blocks * block_bytes)
-
-    @property
-    def num_blocks(self) -> int:
-        return self._num_blocks
-
-    @property
-    def block_bytes(self) -> int:
-        return self._block_bytes
-
-    @property
-    def file_descriptor(self) -> None:
-        return None
+        self.num_blocks = num_blocks
+        self.block_bytes = block_bytes
+        self.file_descriptor = None
+        self._bytes = memoryview(bytearray(num_blocks * block_bytes))
 
     def read(self, block_ids: Sequence[int]) -> list[memoryview]:
         """Returns the blocks' bytes, neighbours merged."""
-        return [view.toreadonly() for view in self._views(block_ids)]
+        return [view.toreadonly() for view in block_views(self._bytes, self.block_bytes, block_ids)]
 
     def write(self, block_ids: Sequence[int]) -> BlockWriter:
         """Opens the blocks for writing."""
-        return ViewWriter(self._views(block_ids))
+        return ViewWriter(block_views(self._bytes, self.block_bytes, block_ids))
 
     def take(self, num_bytes: int) -> bytes:
         """Returns a copy of the first bytes."""
-        return bytes(memoryview(self._bytes)[:num_bytes])
+        return bytes(self._bytes[:num_bytes])
 
-    def _views(self, block_ids: Sequence[int]) -> list[memoryview]:
-        size = self._block_bytes
-        whole = memoryview(self._bytes)
-        return [whole[first * size : (first + count) * size] for first, count in runs(block_ids)]
+
+class OwnedBlocks:
+    """A HeldBlocks of a pool. `release` gives them back."""
+
+    def __init__(self, block_ids: tuple[int, ...], num_tokens: int, release: Callable[[tuple[int, ...]], int]) -> None:
+        self.block_ids = self._owned = block_ids
+        self.num_tokens = num_tokens
+        self._release = release
+
+    async def release(self) -> int:
+        """Gives the blocks back; returns how many, 0 if they were given back already."""
+        blocks, self._owned = self._owned, ()
+        return self._release(blocks) if blocks else 0

@@ -6,7 +6,6 @@ import asyncio
 import hashlib
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from types import TracebackType
 
 import numpy
 from typing_extensions import Self
@@ -39,9 +38,7 @@ class SimulatedPart(EnginePart):
         self._facts = self._new_facts(vocabulary, monotonic() - started)
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *exception: object) -> None:
         """Frees nothing."""
 
     @property

@@ -10,7 +10,6 @@ from collections.abc import AsyncGenerator, Callable
 from collections.abc import Sequence as Items
 from contextlib import AsyncExitStack, ExitStack
 from functools import partial
-from types import TracebackType
 
 from typing_extensions import Self
 
@@ -23,12 +22,12 @@ from services.engines.generation import ClosingStream
 from services.engines.kv import PulledKv
 from services.engines.kv_events import KvChange
 from services.engines.memory.allocation import UNSHARED, AllocationRules, uncount
-from services.engines.memory.shared_pool import SharedPool
+from services.engines.memory.shared_pool import OwnedBlocks, SharedPool
 from services.engines.prompt import Prompt, Sampling
 from services.engines.simulated.config import SimulatedConfig
 from services.engines.simulated.encoder import check_embeddings
 from services.engines.simulated.facts import kv_layout, model_facts
-from services.engines.simulated.kv import Claim, SimulatedBlocks, SimulatedKv, SimulatedLoan, SimulatedReservation
+from services.engines.simulated.kv import Claim, SimulatedKv, SimulatedLoan, SimulatedReservation
 from services.engines.simulated.ranks import RankParts, SimulatedRanks
 from services.engines.simulated.scheduler import SimulatedScheduler
 from services.engines.simulated.sequence import Sequence, chain
@@ -59,9 +58,7 @@ class SimulatedEngine(Engine):
         self._loops = [self._group.create_task(self._ranks.run(rank)) for rank in self._ranks.all]
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *exception: object) -> None:
         for loop in self._loops:
             loop.cancel()
         try:
@@ -244,13 +241,13 @@ class SimulatedEngine(Engine):
         """Itself."""
         return self
 
-    async def lend_prefix(self, block_hashes: Items[bytes], rank: int) -> SimulatedBlocks | None:
+    async def lend_prefix(self, block_hashes: Items[bytes], rank: int) -> OwnedBlocks | None:
         """Holds blocks of the prefix cache. See LendsPrefixes."""
         blocks = tuple(self._ranks.all[rank].scheduler.lend_cached(block_hashes))
         if not blocks:
             return None
         self._held.update(blocks)
-        return SimulatedBlocks(blocks, len(blocks) * self._config.block_tokens, self._let_go)
+        return OwnedBlocks(blocks, len(blocks) * self._config.block_tokens, self._let_go)
 
     def _hold(self, sequence: Sequence) -> SimulatedKv:
         if sequence.finish not in (None, FinishReason.YIELDED):

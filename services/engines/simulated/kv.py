@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from baton.errors import BatonError
 from services.engines.answer import FinishReason, TokenLogprob
+from services.engines.memory.shared_pool import OwnedBlocks
 from services.engines.simulated.sequence import Sequence
 
 Release = Callable[[tuple[int, ...]], int]
@@ -36,14 +37,9 @@ class SimulatedKv:
 
     def __init__(self, sequence: Sequence, block_ids: tuple[int, ...], release: Release) -> None:
         self._sequence = sequence
-        self._block_ids = block_ids
-        self._owned = block_ids
+        self.block_ids = self._owned = block_ids
         self._release = release
-        self._first_token = sequence.ids[-1]
-
-    @property
-    def first_token(self) -> int:
-        return self._first_token
+        self.first_token = sequence.ids[-1]
 
     @property
     def logprob(self) -> TokenLogprob | None:
@@ -52,10 +48,6 @@ class SimulatedKv:
     @property
     def finish_reason(self) -> FinishReason | None:
         return None if self._sequence.yields else self._sequence.finish
-
-    @property
-    def block_ids(self) -> tuple[int, ...]:
-        return self._block_ids
 
     @property
     def num_tokens(self) -> int:
@@ -83,43 +75,13 @@ class SimulatedKv:
         return self._release(blocks)
 
 
-class SimulatedBlocks:
-    """HeldBlocks of the prefix cache. `release` gives them back."""
-
-    def __init__(self, block_ids: tuple[int, ...], num_tokens: int, release: Release) -> None:
-        self._block_ids = self._owned = block_ids
-        self._num_tokens = num_tokens
-        self._release = release
-
-    @property
-    def block_ids(self) -> tuple[int, ...]:
-        return self._block_ids
-
-    @property
-    def num_tokens(self) -> int:
-        return self._num_tokens
-
-    async def release(self) -> int:
-        """Gives the blocks back; returns how many, 0 if they were given back already."""
-        blocks, self._owned = self._owned, ()
-        return self._release(blocks) if blocks else 0
-
-
-class SimulatedLoan(SimulatedBlocks):
+class SimulatedLoan(OwnedBlocks):
     """A LentKv."""
 
     def __init__(self, sequence: Sequence, block_ids: tuple[int, ...], num_tokens: int, release: Release) -> None:
         super().__init__(block_ids, num_tokens, release)
-        self._next_token = sequence.ids[num_tokens]
-        self._prefix_hash = sequence.previous_hash(len(block_ids))
-
-    @property
-    def next_token(self) -> int:
-        return self._next_token
-
-    @property
-    def prefix_hash(self) -> bytes:
-        return self._prefix_hash
+        self.next_token = sequence.ids[num_tokens]
+        self.prefix_hash = sequence.previous_hash(len(block_ids))
 
 
 class SimulatedReservation:
@@ -129,19 +91,10 @@ class SimulatedReservation:
         block_ids, claim.blocks = tuple(claim.blocks), []
         self._fill = fill
         self._hashes = claim.hashes
-        self._block_ids = block_ids
-        self._owned = block_ids
-        self._cached_blocks = claim.cached_blocks
+        self.block_ids = self._owned = block_ids
+        self.cached_blocks = claim.cached_blocks
         self.num_tokens = num_tokens
         self._release = release
-
-    @property
-    def block_ids(self) -> tuple[int, ...]:
-        return self._block_ids
-
-    @property
-    def cached_blocks(self) -> int:
-        return self._cached_blocks
 
     def take(self) -> tuple[int, ...]:
         """Returns the blocks, which the caller then owns."""

@@ -12,7 +12,6 @@ from contextlib import AsyncExitStack
 from dataclasses import replace
 from functools import partial
 from io import BytesIO
-from types import TracebackType
 from typing import Any
 
 from PIL import Image
@@ -62,9 +61,7 @@ class TrtllmEncoder:
         self._facts = replace(facts, load_seconds=time.monotonic() - started)
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *exception: object) -> None:
         await self._open.aclose()
 
     @property

@@ -13,7 +13,6 @@ import sys
 import time
 from contextlib import suppress
 from pathlib import Path
-from types import TracebackType
 
 MARK = "BATON_VLLM_OF"
 # Processes may be starting while the others are killed.
@@ -44,9 +43,7 @@ class OrphanWatch:
         if os.environ.get(MARK) == self._mark:
             del os.environ[MARK]
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *exception: object) -> None:
         self.started()
         assert self._watch.stdin is not None
         self._watch.stdin.close()

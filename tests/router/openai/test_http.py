@@ -7,6 +7,7 @@ import httpx2
 import pytest
 from openai import AsyncOpenAI, AsyncStream
 from openai.types import Completion
+from structlog.testing import capture_logs
 from support.clients.openai_api import ALONE, OPENAI_ROUTER, post, url_of
 from support.cluster.in_process import Bench, simulated
 from support.eventually import eventually
@@ -133,3 +134,11 @@ async def test_a_router_that_stops_lets_streams_end() -> None:
 
 async def _text(stream: AsyncStream[Completion]) -> str:
     return "".join([chunk.choices[0].text async for chunk in stream])
+
+
+async def test_an_unknown_path_is_no_failure_of_the_router(served: Bench) -> None:
+    with capture_logs() as logs:
+        async with httpx2.AsyncClient(trust_env=False) as client:
+            assert (await client.get(f"{url_of(served)}/nowhere")).status_code == 404
+    [ended] = [line for line in logs if line["event"] == "call ended" and line["code"] != "OK"]
+    assert ended["code"] == "UNIMPLEMENTED"

@@ -235,7 +235,7 @@ LONG: dict[str, tuple[str, dict[str, Any]]] = {
 @pytest.mark.parametrize("parked", [False, True], ids=["read", "parked"])
 @pytest.mark.parametrize("kind", LONG)
 async def test_a_stream_that_goes_on_is_charged_once(kind: str, *, parked: bool) -> None:
-    quota = QuotaConfig(requests_per_second=0.01, tokens_per_second=0.001, burst_seconds=5_000_000.0)
+    quota = QuotaConfig(requests_per_second=1.0, tokens_per_second=0.1, burst_seconds=50_000.0)
     quotas = QuotasConfig(tenants={"acme": quota})
     router = OPENAI_ROUTER.model_copy(update={"quotas": quotas})
     async with openai_bench(simulated("w", "prefill", "decode", **STEP), router=router) as running:

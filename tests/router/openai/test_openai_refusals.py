@@ -23,12 +23,14 @@ TOOL: Any = {
     "function": {"name": "weather", "description": "The weather", "parameters": {"type": "object", "properties": {}}},
 }
 
+CALL: Any = {"id": "a", "type": "function", "function": {"name": "a b", "arguments": "{}"}}
+CALLING: Any = {"role": "assistant", "tool_calls": [CALL]}
+
 
 def key_client(address: str, key: str) -> openai.AsyncOpenAI:
     return openai.AsyncOpenAI(base_url=f"http://{address}/v1", api_key=key, max_retries=0, default_headers=ALONE)
 
 
-WRONG_CALL = {"id": "a", "type": "function", "function": {"name": "a b", "arguments": "{}"}}
 REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("temperature", {"temperature": -1.0}, "temperature"),
     ("max_tokens", {"max_tokens": 0}, "max_tokens"),
@@ -38,7 +40,7 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("store", {"store": True}, "store"),
     ("the name of a tool", {"tools": [{**TOOL, "function": {"name": "a b"}}]}, "tools[0].function.name"),
     ("a tool that is given twice", {"tools": [TOOL, TOOL]}, "tools[1].function.name"),
-    ("a call's name", {"messages": [{"role": "assistant", "tool_calls": [WRONG_CALL]}]}, "messages[0].tool_calls[0].function.name"),
+    ("a call's name", {"messages": [CALLING]}, "messages[0].tool_calls[0].function.name"),
     ("unknown field", {"extra_body": {"frequncy": 1}}, "frequncy"),
     ("unknown field, guided", {"extra_body": {"guided_choice": ["a"]}}, "guided_choice"),
     ("top_logprobs alone", {"top_logprobs": 3}, "top_logprobs"),

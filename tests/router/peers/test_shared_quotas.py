@@ -102,10 +102,11 @@ async def test_routers_that_are_killed_cost_no_more_than_two_percent_and_break_n
     assert sum(demand.used) >= 0.98 * min(RATE * len(demand.used) * STEP, demand.asked)
 
 
-async def test_the_home_itself_may_be_killed_and_its_quota_goes_on_elsewhere() -> None:
+@pytest.mark.parametrize("load", [3.0, 0.9])
+async def test_the_home_itself_may_be_killed_and_its_quota_goes_on_elsewhere(load: float) -> None:
     which = fleet()
     home = next(name for name in which.routers if which.routers[name].peers.home("acme") == "")
-    demand = Demand(which, 3.0)
+    demand = Demand(which, load)
     await demand.run(10.0)
     which.kill(home)
     await demand.run(LEASE_SECONDS)
@@ -114,8 +115,8 @@ async def test_the_home_itself_may_be_killed_and_its_quota_goes_on_elsewhere() -
     await demand.run(20.0)
     assert_bounded(demand)
     after = sum(demand.used[-round(15.0 / STEP) :]) / (RATE * 15.0)
-    assert away > 0.75, "each of the seven others has its eighth"
-    assert after > 0.98
+    assert away > 0.75, "the seven others have their eighths together, wherever the demand is"
+    assert after > 0.98 * min(1.0, load)
 
 
 @pytest.mark.parametrize("flaps", ["the home", "another"])
@@ -154,6 +155,35 @@ async def test_a_home_that_cannot_be_reached_leaves_each_router_its_part_for_a_w
     which.cut.clear()
     which.clock.advance(1.0)
     assert await uses(which, here, 100)
+
+
+async def test_routers_that_cannot_reach_a_home_share_their_parts_and_get_no_more_than_these() -> None:
+    """All demand is at one of them, and the home still lends what is left to the others."""
+    which = fleet(4, tokens_per_second=1000, burst_seconds=1)
+    home = next(name for name in which.routers if which.routers[name].peers.home("acme") == "")
+    cut_off = [name for name in which.routers if name != home][:2]
+    which.cut = {(name, home) for name in cut_off}
+    used = 0
+    for number in range(500):
+        used += 50 if await uses(which, cut_off[0], 50) else 0
+        if number % 10 == 0:  # so that it is known to be cut off
+            used += 1 if await uses(which, cut_off[1], 1) else 0
+        which.clock.advance(0.02)
+        await which.settle()
+    assert 0.9 * 5000 <= used <= 5000, "two fourths for ten seconds, though nearly all demand is at one"
+
+
+async def test_parts_that_nobody_used_for_an_outage_are_no_burst_in_the_next_one() -> None:
+    which = fleet(2, tokens_per_second=1000, burst_seconds=10)
+    here, home = _borrower_and_home(which)
+    which.cut.add((here, home))
+    await uses(which, here, 1)
+    which.cut.clear()
+    which.clock.advance(5.0)
+    assert await uses(which, here, 1)
+    which.clock.advance(5.0)
+    which.cut.add((here, home))
+    assert not await uses(which, here, 100)
 
 
 async def test_a_home_that_cannot_be_reached_for_long_may_be_configured_to_allow_all() -> None:

@@ -1,11 +1,12 @@
 """Workers that tell wrong things of a kept answer: the call ends with a status, and nobody pays less for it."""
 
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass
 
 import pytest
 from support.clients.resuming import Received
+from support.clients.scraping import since
 from support.cluster.in_process import FAST_ROUTER, Bench, bench, simulated
 from support.eventually import PATIENCE_SECONDS
 from support.servers.tampering import Tampered, tampered
@@ -17,7 +18,7 @@ from baton.inference.v1 import cluster_service_pb2, generate_pb2
 from router.config import QuotaConfig, QuotasConfig
 from router.resume.handle import Handle
 
-_QUOTA = QuotaConfig(requests_per_second=0.01, tokens_per_second=0.001, burst_seconds=5_000_000.0)
+_QUOTA = QuotaConfig(requests_per_second=1.0, tokens_per_second=0.1, burst_seconds=50_000.0)
 _ROUTER = FAST_ROUTER.model_copy(update={"quotas": QuotasConfig(tenants={"acme": _QUOTA})})
 _TENANT = (("x-baton-tenant", "acme"),)
 _TOKENS = 60
@@ -34,10 +35,16 @@ class Lying:
     worker: Tampered
 
     def tell(self, **fields: object) -> None:
+        def change(attached: decode_pb2.DecodeAttached) -> None:
+            for name, value in fields.items():
+                setattr(attached, name, value)
+
+        self.change(change)
+
+    def change(self, change: Callable[[decode_pb2.DecodeAttached], None]) -> None:
         def changed(reply: decode_pb2.DecodeResponse) -> Iterator[decode_pb2.DecodeResponse]:
             if reply.HasField("attached"):
-                for name, value in fields.items():
-                    setattr(reply.attached, name, value)
+                change(reply.attached)
             yield reply
 
         self.worker.changes["Attach"] = changed
@@ -94,6 +101,54 @@ async def test_a_record_that_no_router_has_made_counts_as_a_lost_answer(record: 
         alone = generate_pb2.ResumeGenerationRequest(handle=received.handle, attempt=1, have=received.resume().have)
         with pytest.raises(StreamLost):
             await lying.resume(alone, received)
+
+
+def _with_logprobs(attached: decode_pb2.DecodeAttached) -> None:
+    attached.logprobs.add()
+
+
+def _without_prompt(attached: decode_pb2.DecodeAttached) -> None:
+    attached.ClearField("prompt")
+
+
+def _without_tokens(attached: decode_pb2.DecodeAttached) -> None:
+    attached.ClearField("token_ids")
+
+
+def _with_an_unknown_token(attached: decode_pb2.DecodeAttached) -> None:
+    attached.token_ids[0] = 2**32 - 1
+
+
+def _without_readers(attached: decode_pb2.DecodeAttached) -> None:
+    attached.attachment = 0
+
+
+def _with_endless_readers(attached: decode_pb2.DecodeAttached) -> None:
+    attached.attachment = 2**63
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        _with_logprobs,
+        _without_prompt,
+        _without_tokens,
+        _with_an_unknown_token,
+        _without_readers,
+        _with_endless_readers,
+    ],
+)
+async def test_what_no_worker_may_tell_of_an_answer_counts_as_lost_and_its_client_has_it_computed_again(
+    change: Callable[[decode_pb2.DecodeAttached], None],
+) -> None:
+    faults = since("baton_router_worker_faults_total", stage="attach")
+    async with _lying() as lying:
+        received = await lying.begin()
+        lying.change(change)
+        await lying.resume(received.resume(), received)
+    assert received.tokens == _TOKENS
+    assert received.resumed[0].recomputed
+    assert faults.grown >= 1
 
 
 async def test_tokens_that_a_worker_has_not_given_are_paid_for_whatever_it_says_of_them() -> None:

@@ -18,6 +18,7 @@ from services.engines.memory.device_memory import (
     DeviceStaging,
     DeviceUnavailable,
 )
+from services.engines.memory.shared_pool import ViewWriter, block_views, runs
 from services.engines.pytorch.kv_cache.cuda_ipc import attach_pool, export_pool
 from services.engines.pytorch.kv_cache.digester import Digester
 
@@ -37,35 +38,6 @@ def open_memory(layout: KvLayout, num_blocks: int, device: torch.device) -> "Hos
 def block_shape(layout: KvLayout) -> tuple[int, ...]:
     """Returns the shape of a block, `[layers, kv_factor, kv_heads, block_tokens, head_dim]`."""
     return (layout.num_layers, layout.kv_factor, layout.kv_heads, layout.block_tokens, layout.head_dim)
-
-
-@dataclass(frozen=True, slots=True)
-class Run:
-    """Neighbouring blocks."""
-
-    first: int
-    count: int
-
-
-def runs(block_ids: Sequence[int]) -> list[Run]:
-    """Merges consecutive ids."""
-    found: list[Run] = []
-    for block in block_ids:
-        if found and found[-1].first + found[-1].count == block:
-            found[-1] = Run(found[-1].first, found[-1].count + 1)
-        else:
-            found.append(Run(block, 1))
-    return found
-
-
-@dataclass(frozen=True, slots=True)
-class HostWriter:
-    """Writes directly into the pool."""
-
-    views: Sequence[memoryview]
-
-    def commit(self) -> None:
-        """No-op: the bytes are in place."""
 
 
 class HostMemory(BlockMemory):
@@ -102,7 +74,7 @@ class HostMemory(BlockMemory):
 
     def write(self, block_ids: Sequence[int]) -> BlockWriter:
         """Returns views of the pool itself."""
-        return HostWriter(self._views(block_ids))
+        return ViewWriter(self._views(block_ids))
 
     def close(self) -> None:
         """Closes the file, once. The mapping is freed with its last view."""
@@ -111,9 +83,7 @@ class HostMemory(BlockMemory):
             os.close(descriptor)
 
     def _views(self, block_ids: Sequence[int]) -> list[memoryview]:
-        pool = memoryview(self._mapping)
-        size = self._block_bytes
-        return [pool[run.first * size : (run.first + run.count) * size] for run in runs(block_ids)]
+        return block_views(memoryview(self._mapping), self._block_bytes, block_ids)
 
 
 @dataclass(frozen=True, slots=True)
@@ -212,9 +182,9 @@ class DeviceMemory(BlockMemory):
     def _views(self, staging: torch.Tensor, block_ids: Sequence[int]) -> list[memoryview]:
         whole = staging.view(-1).numpy().data
         views, start = [], 0
-        for run in runs(block_ids):
-            views.append(whole[start : start + run.count * self._block_bytes])
-            start += run.count * self._block_bytes
+        for _, count in runs(block_ids):
+            views.append(whole[start : start + count * self._block_bytes])
+            start += count * self._block_bytes
         return views
 
 

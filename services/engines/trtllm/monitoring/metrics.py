@@ -7,37 +7,23 @@ from typing import Any
 
 import structlog
 from prometheus_client import REGISTRY as LIBRARY_REGISTRY
-from prometheus_client import CollectorRegistry, Counter, Gauge, Metric
+from prometheus_client import CollectorRegistry, Metric
 from prometheus_client.metrics import MetricWrapperBase
 from prometheus_client.registry import Collector
 
-from runtime.metrics import REGISTRY
+from runtime.metrics import REGISTRY, counter, gauge
 from services.engines.trtllm.package import Package
 
-OUTSTANDING = Gauge(
-    "baton_trtllm_handoffs_outstanding", "Prompts whose KV TensorRT-LLM holds until it is fetched.", registry=REGISTRY
+OUTSTANDING = gauge("baton_trtllm_handoffs_outstanding", "Prompts whose KV TensorRT-LLM holds until it is fetched.")
+OUTSTANDING_TOKENS = gauge("baton_trtllm_handoff_tokens_outstanding", "Tokens of these prompts.")
+OLDEST_SECONDS = gauge("baton_trtllm_oldest_handoff_seconds", "For how long the oldest of them has been held.")
+ABORTS = counter("baton_trtllm_aborts_total", "Requests that were aborted inside TensorRT-LLM.", ["when"])
+UNANSWERED_ABORTS = counter(
+    "baton_trtllm_unanswered_aborts_total", "Aborted requests that TensorRT-LLM did not end within abort_seconds."
 )
-OUTSTANDING_TOKENS = Gauge("baton_trtllm_handoff_tokens_outstanding", "Tokens of these prompts.", registry=REGISTRY)
-OLDEST_SECONDS = Gauge(
-    "baton_trtllm_oldest_handoff_seconds", "For how long the oldest of them has been held.", registry=REGISTRY
-)
-ABORTS = Counter(
-    "baton_trtllm_aborts_total", "Requests that were aborted inside TensorRT-LLM.", ["when"], registry=REGISTRY
-)
-UNANSWERED_ABORTS = Counter(
-    "baton_trtllm_unanswered_aborts_total",
-    "Aborted requests that TensorRT-LLM did not end within abort_seconds.",
-    registry=REGISTRY,
-)
-STALLED_READERS = Counter(
-    "baton_trtllm_stalled_readers_total", "Requests aborted because their answer was not read.", registry=REGISTRY
-)
-KV_EVENT_GAPS = Counter("baton_trtllm_kv_event_gaps_total", "Times that KV events were lost.", registry=REGISTRY)
-POLLING = Gauge(
-    "baton_trtllm_polling",
-    "Whether statistics and KV events are read: 1, or 0 after that has failed.",
-    registry=REGISTRY,
-)
+STALLED_READERS = counter("baton_trtllm_stalled_readers_total", "Requests aborted because their answer was not read.")
+KV_EVENT_GAPS = counter("baton_trtllm_kv_event_gaps_total", "Times that KV events were lost.")
+POLLING = gauge("baton_trtllm_polling", "Whether statistics and KV events are read: 1, or 0 after that has failed.")
 
 
 log = structlog.get_logger(__name__)

@@ -7,7 +7,6 @@ import threading
 from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from contextlib import AsyncExitStack, suppress
 from dataclasses import dataclass
-from types import TracebackType
 from typing import Any
 
 import structlog
@@ -59,9 +58,7 @@ class Poller:
         self._reading.add_done_callback(self._ended)
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *exception: object) -> None:
         self._stopping.set()
         # A call into an engine that hangs may never return.
         await asyncio.wait([self._reading], timeout=_GIVE_UP_SECONDS)
@@ -129,9 +126,7 @@ class Monitor:
             self._open = stack.pop_all()
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *exception: object) -> None:
         await self._open.aclose()
 
     def kv_changes(self) -> AsyncGenerator[KvChange, None]:

@@ -13,7 +13,6 @@ import tempfile
 from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import structlog
@@ -141,9 +140,7 @@ class EventReader:
             self._reading.append(asyncio.create_task(lasting("vllm_kv_events", following.follow)))
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *exception: object) -> None:
         for task in self._reading:
             task.cancel()
         if self._reading:

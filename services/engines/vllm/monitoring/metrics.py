@@ -6,31 +6,24 @@ from dataclasses import dataclass
 from typing import Any
 
 from prometheus_client import REGISTRY as LIBRARY_REGISTRY
-from prometheus_client import Counter, Gauge, Metric
+from prometheus_client import Metric
 from prometheus_client.registry import Collector
 
-from runtime.metrics import REGISTRY
+from runtime.metrics import REGISTRY, counter, gauge
 
-HANDOFFS = Gauge("baton_vllm_handoffs_held", "Prompts whose KV vLLM holds for readers.", registry=REGISTRY)
-EXPIRED = Counter(
-    "baton_vllm_handoffs_expired_total", "Handoffs whose KV vLLM freed before they were confirmed.", registry=REGISTRY
+HANDOFFS = gauge("baton_vllm_handoffs_held", "Prompts whose KV vLLM holds for readers.")
+EXPIRED = counter("baton_vllm_handoffs_expired_total", "Handoffs whose KV vLLM freed before they were confirmed.")
+EARLY_RELEASES = counter("baton_vllm_early_releases_total", "Handoffs whose KV was freed before vLLM's own deadline.")
+ABORTS = counter("baton_vllm_aborts_total", "Requests that were aborted inside vLLM.")
+UNANSWERED_ABORTS = counter(
+    "baton_vllm_unanswered_aborts_total", "Aborts that vLLM did not handle within abort_seconds."
 )
-EARLY_RELEASES = Counter(
-    "baton_vllm_early_releases_total", "Handoffs whose KV was freed before vLLM's own deadline.", registry=REGISTRY
-)
-ABORTS = Counter("baton_vllm_aborts_total", "Requests that were aborted inside vLLM.", registry=REGISTRY)
-UNANSWERED_ABORTS = Counter(
-    "baton_vllm_unanswered_aborts_total", "Aborts that vLLM did not handle within abort_seconds.", registry=REGISTRY
-)
-STALLED_READERS = Counter(
-    "baton_vllm_stalled_readers_total", "Requests aborted because their answer was not read.", registry=REGISTRY
-)
-DIVERGED = Counter(
+STALLED_READERS = counter("baton_vllm_stalled_readers_total", "Requests aborted because their answer was not read.")
+DIVERGED = counter(
     "baton_vllm_answers_diverged_total",
     "Sampled answers that were continued, and whose first tokens did not come again.",
-    registry=REGISTRY,
 )
-KV_EVENT_GAPS = Counter("baton_vllm_kv_event_gaps_total", "Times that KV events were lost.", registry=REGISTRY)
+KV_EVENT_GAPS = counter("baton_vllm_kv_event_gaps_total", "Times that KV events were lost.")
 
 _PREFIX = "vllm:"
 

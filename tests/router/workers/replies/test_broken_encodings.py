@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 from support.cluster.in_process import bench, simulated
-from support.images.simulated_workers import about, multimodal
+from support.images.simulated_workers import about, leasing, multimodal
 from support.servers.broken_worker import router_for
 from support.servers.tampering import SILENCE, Ends, Reply, tampered
 
@@ -34,6 +34,31 @@ def sourceless(reply: encode_pb2.EncodeResponse) -> Iterable[Reply]:
     return [reply]
 
 
+def embedding(**fields: Any) -> Callable[[Any], Iterable[Reply]]:
+    def changed(reply: encode_pb2.EncodeResponse) -> Iterable[Reply]:
+        for name, value in fields.items():
+            setattr(reply.embeddings[0], name, value)
+        return [reply]
+
+    return changed
+
+
+def lease(**fields: Any) -> Callable[[Any], Iterable[Reply]]:
+    def changed(reply: encode_pb2.EncodeResponse) -> Iterable[Reply]:
+        for name, value in fields.items():
+            setattr(reply.embeddings[0].lease, name, value)
+        return [reply]
+
+    return changed
+
+
+LEASES = {
+    "bytes": lease(num_bytes=2**63),
+    "no bytes": lease(num_bytes=0),
+    "layout": lease(layout_digest="another"),
+    "owner": lease(worker_id="another"),
+    "epoch": lease(epoch=7),
+}
 ENCODES: dict[str, Callable[[Any], Iterable[Reply]]] = {
     "undecodable": lambda _: [b"\xff\xff\xff"],
     "empty": lambda _: [b""],
@@ -44,6 +69,10 @@ ENCODES: dict[str, Callable[[Any], Iterable[Reply]]] = {
     "two": lambda reply: [encode_pb2.EncodeResponse(embeddings=[reply.embeddings[0]] * 2)],
     "cut": cut,
     "sourceless": sourceless,
+    "no digest": embedding(digest=b""),
+    "no type": embedding(dtype=""),
+    "another type": embedding(dtype="float8"),
+    **LEASES,
 }
 
 
@@ -53,7 +82,8 @@ async def test_a_broken_encode_is_run_again_elsewhere(name: str) -> None:
     uncached = router_for(name).model_copy(update={"embeddings": EmbeddingsConfig(max_bytes=0)})
     async with bench(*workers, router=uncached) as running:
         expected = await running.text_of(**about())
-        async with tampered(running, multimodal("broken", "encode"), multiplexed=False) as broken:
+        own = leasing("broken", "encode") if name in LEASES else multimodal("broken", "encode")
+        async with tampered(running, own, multiplexed=False) as broken:
             broken.changes["Encode"] = ENCODES[name]
             async with timeout(20):
                 while not broken.calls["Encode"]:
