@@ -20,7 +20,12 @@ STEPS = 500
 
 
 class Steps:
-    """An engine's stream, one token a step."""
+    """A decode, and the generation of it, one token a step."""
+
+    @property
+    def generation(self) -> "Steps":
+        """Itself."""
+        return self
 
     async def subscribe(self, ready: Callable[[], None]) -> None:
         """Keeps what is called at each step."""
