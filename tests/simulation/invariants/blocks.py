@@ -114,7 +114,7 @@ class KvIsConfirmed(Invariant):
 
         def adopting(engine: SimulatedEngine, kv: Any, *arguments: Any) -> Any:
             reservation = kv.reservation
-            for block in reservation.block_ids[reservation._cached_blocks :]:
+            for block in reservation.block_ids[reservation.cached_blocks :]:
                 handoff_id = pulled.pop((NODE.get(), block), None)
                 if handoff_id is not None and handoff_id not in confirmed:
                     self.problem(f"a decode begins with block {block}, whose owner has not confirmed it")
