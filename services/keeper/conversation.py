@@ -14,7 +14,8 @@ class Conversation:
     def __init__(self, own: socket.socket, kept: KeptDescriptors, hello: Answer) -> None:
         self._socket, self._kept, self._hello = own, kept, hello
         self.patience: float | None = None
-        self._began = self._beat_at = 0.0
+        self._began: float | None = None
+        self._beat_at = 0.0
 
     @property
     def sources(self) -> Sequence[int]:
@@ -29,8 +30,8 @@ class Conversation:
 
     @property
     def beaten_seconds(self) -> float:
-        """How long it has given signs of life."""
-        return self._beat_at - self._began
+        """How long it has given signs of life since its start was complete; 0 before."""
+        return 0.0 if self._began is None else self._beat_at - self._began
 
     def serve(self) -> None:
         """Does what the worker asks, and answers."""

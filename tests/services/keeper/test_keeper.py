@@ -150,6 +150,13 @@ def test_a_worker_that_fails_ten_times_in_a_row_ends_the_keeper(tmp_path: Path) 
         assert run.notes.count("started") == 10
 
 
+def test_a_worker_that_beats_and_fails_in_its_start_counts_as_failed(tmp_path: Path) -> None:
+    with _keeper(tmp_path, "put:kv:one+beat:1+exit:7", "get:kv:one+beat:1+exit:7") as run:
+        assert run.ended() == 7
+        assert run.notes.count("started") == 10
+        assert run.notes.count("['kv of one']") == 2
+
+
 def test_a_worker_outlives_no_keeper_unnoticed(tmp_path: Path) -> None:
     with _keeper(tmp_path, "beat:600") as run:
         pid = run.pid(0)
