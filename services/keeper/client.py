@@ -33,17 +33,22 @@ class KeeperClient:
         self._signs.setblocking(False)
         self._lock = threading.Lock()
         self.start = Answer(**self._ask(Request("hello")).content)
-        self._started_at = monotonic()
 
     @classmethod
     def of_this_process(cls) -> "KeeperClient | None":
-        """The client of the keeper that has started this process; None without one."""
-        number = os.environ.get(VARIABLE, "")
-        return cls(socket.socket(fileno=int(number))) if number.isdecimal() else None
+        """The client of the keeper that has started this process; None without one. Call it once.
+
+        Children of this process get neither the socket nor its number, by which they would take themselves for workers.
+        """
+        number = os.environ.pop(VARIABLE, "")
+        if not number.isdecimal():
+            return None
+        os.set_inheritable(int(number), False)
+        return cls(socket.socket(fileno=int(number)))
 
     def seconds_since_loss(self) -> float:
         """The time since the worker before this one ended."""
-        return self.start.seconds_ago + monotonic() - self._started_at
+        return monotonic() - self.start.ended_at
 
     def get(self, name: str, fingerprint: str) -> Kept:
         """Returns what is kept under this name with this fingerprint. What has another one is freed."""

@@ -25,6 +25,7 @@ _MOST_FAILURES = 9
 # A keeper that was suspended together with the worker wakes to find it overdue: it counts if it stays so.
 _CONFIRM_SECONDS = 1.0
 _WRONG_CONFIGURATION = 2
+_NOT_STARTED = Ending(126)
 
 
 class Keeper:
@@ -46,14 +47,22 @@ class Keeper:
         """
         with _signals() as signals:
             while True:
-                life = _Life(self._command, self._kept, self._hello(), signals)
-                ending = life.live()
-                self._is_stopping |= life.is_stopping
+                life = self._start(signals)
+                ending = life.live() if life else _NOT_STARTED
+                self._is_stopping |= life is not None and life.is_stopping
                 if self._is_final(ending):
                     return ending.exit_code
-                self._note_failure(ending, life.proven)
+                self._note_failure(ending, proven=life is not None and life.proven)
                 if self._failures > _MOST_FAILURES or self._is_told_to_stop(signals):
                     return ending.exit_code
+
+    def _start(self, signals: socket.socket) -> "_Life | None":
+        """Starts a worker; None if the system has no room for a process, or the program is not there."""
+        try:
+            return _Life(self._command, self._kept, self._hello(), signals)
+        except OSError as error:
+            say(f"the worker cannot be started: {error}")
+            return None
 
     def _is_final(self, ending: Ending) -> bool:
         return self._is_stopping or ending.code in (0, _WRONG_CONFIGURATION)
@@ -62,9 +71,9 @@ class Keeper:
         self._starts += 1
         if self._last is None:
             return Answer()
-        return Answer(starts=self._starts - 1, ended_by=self._last.cause, seconds_ago=monotonic() - self._ended_at)
+        return Answer(starts=self._starts - 1, ended_by=self._last.cause, ended_at=self._ended_at)
 
-    def _note_failure(self, ending: Ending, proven: bool) -> None:
+    def _note_failure(self, ending: Ending, *, proven: bool) -> None:
         self._last, self._ended_at = ending, monotonic()
         self._failures = 1 if proven else self._failures + 1
         say(f"the worker {ending}; it keeps {', '.join(self._kept.names) or 'nothing'}")
@@ -144,7 +153,9 @@ def _signals() -> Iterator[socket.socket]:
     with reads, writes:
         signal.set_wakeup_fd(writes.fileno(), warn_on_full_buffer=False)
         for number in _SIGNALS:
-            signal.signal(number, _nothing)
+            # A worker, too, leaves SIGHUP alone, which nohup has had ignored; it handles the others always.
+            if number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN:
+                signal.signal(number, _nothing)
         try:
             yield reads
         finally:

@@ -36,14 +36,15 @@ class Request:
 @dataclass(frozen=True, slots=True)
 class Answer:
     """The answer to `get` says whether memory of the name `is_kept`; `stale` is the fingerprint of memory that had to
-    be freed instead. That to `hello` says how often the worker was started before, why it ended and how long ago.
+    be freed instead. That to `hello` says how often the worker was started before, and why and when, by the host's
+    monotonic clock, the last one ended.
     """
 
     is_kept: bool = False
     stale: str = ""
     starts: int = 0
     ended_by: str = ""
-    seconds_ago: float = 0.0
+    ended_at: float = 0.0
 
 
 @dataclass(slots=True)
@@ -85,6 +86,8 @@ def receive(source: socket.socket) -> Packet:
         content, descriptors, flags, _ = socket.recv_fds(source, _MOST_BYTES, _MOST_DESCRIPTORS)
     except OSError as error:
         raise KeeperLost(str(error)) from error
+    for each in descriptors:
+        os.set_inheritable(each, False)
     packet = Packet({}, descriptors)
     try:
         if not content or flags & (socket.MSG_TRUNC | socket.MSG_CTRUNC):

@@ -11,6 +11,7 @@ import time
 from pathlib import Path
 
 from services.keeper.client import KeeperClient
+from services.keeper.messages import VARIABLE
 
 _FOREVER = 1000.0
 
@@ -47,6 +48,11 @@ def _obey(keeper: KeeperClient, verb: str, arguments: list[str]) -> str:
             for _ in range(int(times)):
                 keeper.beat()
                 time.sleep(0.1)
+        case "inherited", []:
+            inherited = [int(each) for each in os.listdir("/proc/self/fd") if _is_inheritable(int(each))]
+            return f"inherited {sorted(inherited)} and {os.environ.get(VARIABLE, 'no number')}"
+        case "lost", []:
+            return f"lived for {_age():.3f}, lost for {keeper.seconds_since_loss():.3f}"
         case "wait", []:
             time.sleep(_FOREVER)
         case "ignore", []:
@@ -58,6 +64,19 @@ def _obey(keeper: KeeperClient, verb: str, arguments: list[str]) -> str:
         case _:
             raise AssertionError(f"{verb} {arguments}")
     return ""
+
+
+def _is_inheritable(descriptor: int) -> bool:
+    try:
+        return os.get_inheritable(descriptor)
+    except OSError:
+        return False  # that of the listing
+
+
+def _age() -> float:
+    """The seconds since this process was started."""
+    began = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
+    return time.clock_gettime(time.CLOCK_BOOTTIME) - began / os.sysconf("SC_CLK_TCK")
 
 
 if __name__ == "__main__":

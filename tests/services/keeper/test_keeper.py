@@ -2,12 +2,13 @@
 
 import contextlib
 import os
+import re
 import select
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -46,15 +47,15 @@ class Run:
 
 
 @contextlib.contextmanager
-def _keeper(folder: Path, *starts: str) -> Iterator[Run]:
+def _keeper(folder: Path, *starts: str, before: Sequence[str] = (), command: Sequence[str] = ()) -> Iterator[Run]:
     # Without the long waits after many failures.
     program = "import sys; from services.keeper import keeper; keeper._LONGEST_WAIT = 0.05; "
     program += "sys.exit(keeper.Keeper(sys.argv[1:]).run())"
     file = folder / "notes"
-    worker = [sys.executable, "-m", "support.kept_program", str(file), *starts]
+    worker = command or [sys.executable, "-m", "support.kept_program", str(file), *starts]
     paths = {**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'tests'}"}
-    command = [sys.executable, "-c", program, *worker]
-    with subprocess.Popen(command, env=paths, stderr=subprocess.PIPE, text=True) as popen:
+    keeper = [*before, sys.executable, "-c", program, *worker]
+    with subprocess.Popen(keeper, env=paths, stderr=subprocess.PIPE, text=True) as popen:
         try:
             yield Run(popen, file)
         finally:
@@ -121,6 +122,48 @@ def test_a_second_signal_is_passed_on_too(tmp_path: Path) -> None:
         run.popen.terminate()
         run.popen.send_signal(signal.SIGINT)
         assert run.ended() == 128 + signal.SIGINT
+
+
+def test_a_hangup_that_nohup_has_ignored_stays_ignored(tmp_path: Path) -> None:
+    with _keeper(tmp_path, "wait", before=["nohup"]) as run:
+        for pid in (run.pid(0), run.popen.pid):
+            [ignored] = re.findall(r"SigIgn:\s*(\w+)", Path(f"/proc/{pid}/status").read_text())
+            assert int(ignored, 16) & 1 << signal.SIGHUP - 1
+
+
+def test_a_worker_that_cannot_be_started_is_tried_again(tmp_path: Path) -> None:
+    program = tmp_path / "worker"
+    program.write_text('#!/bin/sh\nrm "$0"; kill -KILL $$\n')
+    program.chmod(0o755)
+    with _keeper(tmp_path, command=[str(program)]) as run:
+        assert run.popen.stderr is not None
+        while "cannot be started" not in (line := run.popen.stderr.readline()):
+            assert line
+        other = tmp_path / "other"
+        other.write_text("#!/bin/sh\nexit 0\n")
+        other.chmod(0o755)
+        other.rename(program)
+        assert run.ended() == 0
+
+
+def test_a_program_that_is_not_there_ends_the_keeper_with_the_code_of_a_shell(tmp_path: Path) -> None:
+    with _keeper(tmp_path, command=[str(tmp_path / "none")]) as run:
+        assert run.ended() == 126
+
+
+def test_the_socket_of_the_keeper_and_kept_descriptors_are_not_inherited(tmp_path: Path) -> None:
+    with _keeper(tmp_path, "put:kv:one+get:kv:one+inherited+exit:0") as run:
+        assert run.ended() == 0
+        assert "0 inherited [0, 1, 2] and no number" in run.notes
+
+
+def test_the_time_since_the_loss_includes_that_of_starting_the_program(tmp_path: Path) -> None:
+    with _keeper(tmp_path, "die:SIGKILL", "lost+exit:0") as run:
+        assert run.ended() == 0
+    [line] = [line for line in run.notes.splitlines() if "lost for" in line]
+    lived, lost = (float(each.rpartition(" ")[2]) for each in line.split(","))
+    # The start of a process is known to a hundredth of a second.
+    assert lost > lived - 0.02
 
 
 def test_an_exit_without_an_error_is_final(tmp_path: Path) -> None:
