@@ -1,6 +1,7 @@
 """`python -m services CONFIG.yaml key=value...`: runs a worker, or one rank of it; `--print-config` shows settings."""
 
 import asyncio
+import json
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -17,7 +18,7 @@ from services.config import WorkerConfig
 from services.engines.registry import describe, follow
 from services.keeper.client import KeeperClient
 from services.keeper.keeper import replace_this_process
-from services.keeping import beating, note_start
+from services.keeping import beating, forget_unwanted, note_start
 from services.server import host_worker
 from services.telemetry.gpu import watched_gpus
 from services.telemetry.rank_health import RankHealth
@@ -45,7 +46,8 @@ def main() -> None:
     config = loaded.value.named()
     if keeper is None and config.keep_memory.is_on:
         # With the id that may have been generated just now: all its processes are one worker.
-        replace_this_process([*sys.argv[1:], f"worker_id={config.worker_id}"])
+        # Quoted: the value of an override is YAML, in which 12 is no text.
+        replace_this_process([*sys.argv[1:], f"worker_id={json.dumps(config.worker_id)}"])
     configure_logging(config.log.format, config.log.level, worker_id=config.worker_id, role=",".join(config.roles))
     run(partial(_work, config, keeper))
 
@@ -68,6 +70,7 @@ async def _work(config: WorkerConfig, keeper: KeeperClient | None, stopping: asy
             return
         # Without `keep_memory` a keeper only starts the worker again.
         holder = keeper if config.keep_memory.is_on else None
+        forget_unwanted(keeper, config.keep_memory)
         async with beating(keeper, stopping), host_worker(config, keeper=holder) as worker:
             note_start(keeper, config.keep_memory.hang_seconds)
             exempt_living_objects()

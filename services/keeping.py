@@ -11,6 +11,7 @@ from baton.errors import ConfigError
 from baton_http2.sockets.accepting import open_sockets
 from runtime.aio import wait_until_done
 from runtime.network import split_address
+from services.config import KeepMemoryConfig
 from services.keeper.client import KeeperClient
 from services.keeper.messages import KeeperLost
 from services.telemetry import metrics
@@ -33,6 +34,15 @@ async def beating(keeper: KeeperClient | None, stopping: asyncio.Event) -> Async
     finally:
         task.cancel()
         await wait_until_done(task)
+
+
+def forget_unwanted(keeper: KeeperClient | None, wanted: KeepMemoryConfig) -> None:
+    """Has the keeper free what is not to be kept: the process before this one may have had another configuration."""
+    if keeper is None:
+        return
+    for name, is_wanted in {"weights": wanted.weights, "kv": wanted.kv, _LISTEN: wanted.is_on}.items():
+        if not is_wanted:
+            keeper.drop(name)
 
 
 def note_start(keeper: KeeperClient | None, hang_seconds: float) -> None:

@@ -1,11 +1,19 @@
 """What cannot be kept is refused, and the error names the key."""
 
+import os
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 from pydantic import ValidationError
+from support.cluster.processes import ROOT
+from support.keeping import keeper_here
 
 from baton.errors import ConfigError
-from services.config import WorkerConfig
+from services.config import KeepMemoryConfig, WorkerConfig
 from services.engines.pytorch.config import PyTorchConfig
+from services.keeping import forget_unwanted
 
 _EMBEDDED = {"kind": "pytorch", "model": "models/demo", "device": "cpu"}
 _KV = {"keep_memory": {"kv": True}}
@@ -39,3 +47,31 @@ def test_weights_are_kept_without_a_prefix_cache() -> None:
 def test_nothing_is_kept_by_default() -> None:
     assert not WorkerConfig.model_validate({"engine": _EMBEDDED}).keep_memory.is_on
     assert not PyTorchConfig.model_validate(_EMBEDDED).why_not_kept(kv=True)
+
+
+@pytest.mark.parametrize(
+    ("wanted", "left"),
+    [
+        ({"weights": True, "kv": True}, ["weights", "kv", "listen"]),
+        ({"weights": True}, ["weights", "listen"]),
+        ({"kv": True}, ["kv", "listen"]),
+        ({}, []),
+    ],
+)
+def test_what_the_configuration_does_not_keep_any_more_is_freed(wanted: dict[str, bool], left: list[str]) -> None:
+    with keeper_here() as keeper, keeper.memory() as memory:
+        for name in ("weights", "kv", "listen"):
+            descriptor = os.memfd_create(name)
+            memory.keeper.put(name, "any", [descriptor])
+            os.close(descriptor)
+        forget_unwanted(memory.keeper, KeepMemoryConfig.model_validate(wanted))
+        assert keeper.kept.names == left
+
+
+def test_an_id_of_digits_stays_a_text_behind_the_keeper(tmp_path: Path) -> None:
+    file = tmp_path / "worker.yaml"
+    file.write_text('worker_id: "0123"\nregistry: {kind: memory}\nkeep_memory: {kv: true}\n')
+    command = [sys.executable, "-m", "services", str(file), f"engine={{kind: pytorch, model: {tmp_path}, device: cpu}}"]
+    ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert ended.returncode == 2
+    assert "is not a checkpoint folder" in ended.stderr
