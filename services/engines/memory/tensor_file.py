@@ -13,7 +13,6 @@ from typing import Any
 import torch
 
 _ALIGNMENT = 64
-_SEALS = fcntl.F_SEAL_WRITE | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 _LENGTH = struct.Struct("<Q")
 # So much is written at once: Linux writes less than 2 GiB in a call.
 _PIECE_BYTES = 64 << 20
@@ -40,19 +39,26 @@ class TensorFile:
 
 
 def write_tensors(tensors: Mapping[str, torch.Tensor], facts: Mapping[str, Any]) -> int:
-    """Copies tensors of host memory into a new file, and seals it: it can never change. Returns its descriptor."""
+    """Copies tensors of host memory into a new file, and seals it: it can never change. Returns its descriptor.
+
+    Raises OSError if there is no room.
+    """
     places, size = _places(tensors)
     head = json.dumps({"facts": facts, "places": {name: asdict(place) for name, place in places.items()}}).encode()
     first = _aligned(_LENGTH.size + len(head))
     descriptor = os.memfd_create("baton-weights", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-    os.ftruncate(descriptor, first + size)
-    os.pwrite(descriptor, _LENGTH.pack(len(head)) + head, 0)
-    written: set[int] = set()
-    for name, place in places.items():
-        if place.offset not in written:
-            written.add(place.offset)
-            _write(descriptor, tensors[name], first + place.offset)
-    fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, _SEALS)
+    try:
+        os.ftruncate(descriptor, first + size)
+        os.pwrite(descriptor, _LENGTH.pack(len(head)) + head, 0)
+        # A tensor with several names is written once.
+        for offset, name in {place.offset: name for name, place in places.items()}.items():
+            _write(descriptor, tensors[name], first + offset)
+    except OSError:
+        os.close(descriptor)
+        raise
+    # Named here: not every Python has them, and this module is imported where nothing is kept.
+    seals = fcntl.F_SEAL_WRITE | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
+    fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, seals)
     return descriptor
 
 

@@ -101,7 +101,7 @@ def _load(config: PyTorchConfig, followers: Followers | None, kept: KeptMemory |
 def _kept_pool(config: PyTorchConfig, layout: KvLayout, num_blocks: int, kept: KeptMemory | None) -> KeptPool | None:
     if kept is None or not kept.kv:
         return None
-    return KeptPool.open(kept.keeper, layout, num_blocks, config.execution)
+    return KeptPool.open(kept.keeper, layout, num_blocks, config)
 
 
 def _recover(

@@ -14,9 +14,12 @@ from importlib.metadata import version
 
 import structlog
 
+from baton.version import __version__
 from services.engines import metrics
 from services.engines.kv import KvLayout
+from services.engines.pytorch.config import PyTorchConfig
 from services.engines.pytorch.kv_cache.memory import HostMemory, anonymous_file
+from services.engines.pytorch.model import checkpoint
 from services.engines.seals import SEAL_BYTES, BlockContents, DamagedBlock, Sealer, host_digests, name_of
 from services.keeper.client import KeeperClient
 
@@ -37,10 +40,10 @@ class KeptPool:
     is_found: bool
 
     @classmethod
-    def open(cls, keeper: KeeperClient, layout: KvLayout, num_blocks: int, execution: str) -> "KeptPool":
+    def open(cls, keeper: KeeperClient, layout: KvLayout, num_blocks: int, config: PyTorchConfig) -> "KeptPool":
         """Returns what the keeper holds, if it fits, or new memory that it holds from now on."""
-        form = [_VERSION, layout.digest, num_blocks, execution, version("torch")]
-        fingerprint = json.dumps(form)
+        form = [_VERSION, layout.digest, num_blocks, config.execution, checkpoint.changes(config.model)]
+        fingerprint = json.dumps([*form, version("torch"), version("transformers"), __version__])
         found = keeper.get(_NAME, fingerprint)
         if found.descriptors:
             pool, seals = found.descriptors

@@ -21,13 +21,25 @@ def fingerprint(folder: Path) -> str:
     distances: training changes every weight, so other weights differ in the samples.
     """
     digest = hashlib.sha256((folder / "config.json").read_bytes())
-    for path in sorted(folder.glob("*.safetensors")) or sorted(folder.glob("*.bin")):
+    for path in _weights(folder):
         size = path.stat().st_size
         digest.update(f"{path.name}:{size}\n".encode())
         with path.open("rb") as file:
             for piece in _whole(file) if size <= _WHOLE_BYTES else _sampled(file, size):
                 digest.update(piece)
     return digest.hexdigest()
+
+
+def changes(folder: Path) -> list[tuple[str, int, int, int]]:
+    """Name, size and times of the last change of each file of weights: on one host they differ also after a change that
+    the samples of `fingerprint` miss.
+    """
+    found = [(path.name, path.stat()) for path in _weights(folder)]
+    return [(name, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns) for name, stat in found]
+
+
+def _weights(folder: Path) -> list[Path]:
+    return sorted(folder.glob("*.safetensors")) or sorted(folder.glob("*.bin"))
 
 
 def _whole(file: BinaryIO) -> Iterator[bytes]:

@@ -15,6 +15,7 @@ import structlog
 import torch
 
 from baton.errors import ConfigError
+from baton.version import __version__
 from services.engines.base import ImageRules
 from services.engines.kv import KvLayout
 from services.engines.memory.tensor_file import TensorFile, read_tensors, write_tensors
@@ -46,7 +47,11 @@ def load_kept(config: PyTorchConfig, keeper: KeeperClient) -> LoadedModel:
     model = load_model(config)
     if _is_fused(config) and why_not(model.module.config):  # type: ignore[arg-type]
         return model  # which the runner refuses, with the reason
-    content = read_tensors(_write(config, model, keeper, wanted))
+    try:
+        content = read_tensors(_write(config, model, keeper, wanted))
+    except OSError as error:
+        _log.warning("weights cannot be kept; the worker goes on without", error=str(error))
+        return model
     del model
     return _bound(config, content)
 
@@ -190,7 +195,8 @@ def _fingerprint(config: PyTorchConfig) -> str:
     for path in sorted(folder.glob("*.json")):
         digest.update(hashlib.sha256(path.read_bytes()).digest())
     form = [_VERSION, config.dtype, _is_fused(config), config.max_context_tokens, version("torch")]
-    digest.update(json.dumps([*form, version("transformers")]).encode())
+    form += [version("transformers"), __version__, checkpoint.changes(folder)]
+    digest.update(json.dumps(form).encode())
     return digest.hexdigest()
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 from support.cluster.processes import ROOT
-from support.engines.checkpoints import save_llama
+from support.engines.checkpoints import PlainModel, save_llama
 from support.engines.embedded import Checkpoint
 from support.engines.engine_calls import blocks_used, collect, greedy
 from support.keeping import KeepsHere, keeper_here
@@ -83,6 +83,16 @@ async def test_kv_of_another_layout_is_not_used(
             async with _engine(llama, kept, **each) as engine:
                 cached.append((await collect(engine.decode(Prompt(PROMPT), greedy(4)))).finished.cached_tokens)
     assert cached == [0, 0, 0]
+
+
+async def test_kv_of_a_checkpoint_whose_files_have_changed_is_not_used(tmp_path: Path, keeper: KeepsHere) -> None:
+    checkpoint = Checkpoint(save_llama(tmp_path), PlainModel(tmp_path))
+    for _ in range(2):
+        with keeper.memory(kv=True) as kept:
+            async with _engine(checkpoint, kept) as engine:
+                answer = await collect(engine.decode(Prompt(PROMPT), greedy(4)))
+        os.utime(tmp_path / "model.safetensors")
+    assert answer.finished.cached_tokens == 0
 
 
 class _Kept:

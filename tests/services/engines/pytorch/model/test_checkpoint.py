@@ -1,6 +1,7 @@
 """The facts that the engine reads from its checkpoint."""
 
 import json
+import os
 import shutil
 from pathlib import Path
 
@@ -10,7 +11,7 @@ from support.engines.embedded import Checkpoint
 
 from baton.errors import ConfigError
 from services.engines.pytorch.config import PyTorchConfig
-from services.engines.pytorch.model.checkpoint import fingerprint, model_files
+from services.engines.pytorch.model.checkpoint import changes, fingerprint, model_files
 
 
 @pytest.fixture
@@ -28,6 +29,20 @@ def test_other_weights_have_another_fingerprint(llama: Checkpoint, copy: Path) -
     content[-1] ^= 1
     weights.write_bytes(content)
     assert fingerprint(copy) != fingerprint(llama.path)
+
+
+def test_a_change_that_the_samples_of_a_large_file_miss_is_found_by_its_time(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    weights = tmp_path / "model.safetensors"
+    with weights.open("wb") as file:
+        file.truncate(100 << 20)
+    found, seen, times = fingerprint(tmp_path), changes(tmp_path), weights.stat()
+    with weights.open("r+b") as file:
+        file.seek(-1000, os.SEEK_END)
+        file.write(b"x")
+    os.utime(weights, ns=(times.st_atime_ns, times.st_mtime_ns))
+    assert fingerprint(tmp_path) == found
+    assert changes(tmp_path) != seen
 
 
 def test_another_configuration_has_another_fingerprint(llama: Checkpoint, copy: Path) -> None:

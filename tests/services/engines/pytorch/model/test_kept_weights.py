@@ -1,6 +1,7 @@
 """Weights in kept memory: the same ids, without a checkpoint being loaded; and loaded anew where they do not fit."""
 
 import os
+import resource
 import subprocess
 import sys
 from dataclasses import replace
@@ -21,6 +22,7 @@ from baton.errors import ConfigError
 from services.engines.memory.tensor_file import read_tensors, write_tensors
 from services.engines.prompt import Prompt
 from services.engines.pytorch.engine import PyTorchEngine
+from services.engines.pytorch.model.kept_weights import load_kept
 
 PROMPT = tuple(range(5, 45))
 LOADED = "language model loaded"
@@ -60,7 +62,7 @@ async def test_every_family_starts_from_kept_weights(config: PreTrainedConfig, t
             assert (LOADED in said) == is_loaded
 
 
-@pytest.mark.parametrize("change", ["weights", "generation", "execution", "context"])
+@pytest.mark.parametrize("change", ["weights", "times", "generation", "execution", "context"])
 async def test_weights_that_do_not_fit_are_loaded_anew_and_it_is_said(tmp_path: Path, change: str) -> None:
     checkpoint = Checkpoint(save_llama(tmp_path), PlainModel(tmp_path))
     with keeper_here() as keeper:
@@ -72,6 +74,8 @@ async def test_weights_that_do_not_fit_are_loaded_anew_and_it_is_said(tmp_path: 
                 plain = AutoModelForCausalLM.from_pretrained(tmp_path)
                 torch.nn.init.normal_(plain.lm_head.weight)
                 plain.save_pretrained(tmp_path)
+            case "times":
+                os.utime(tmp_path / "model.safetensors")
             case "generation":
                 (tmp_path / "generation_config.json").write_text('{"eos_token_id": 7}')
             case "execution":
@@ -84,6 +88,10 @@ async def test_weights_that_do_not_fit_are_loaded_anew_and_it_is_said(tmp_path: 
         assert LOADED in said
         assert "kept weights do not fit; loading the checkpoint" in said
         assert LOADED not in (await _generate(checkpoint, keeper, **options))[1]
+
+
+def _open_files() -> list[str]:
+    return [str(each.readlink()) for each in Path("/proc/self/fd").iterdir() if each.is_symlink()]
 
 
 async def test_a_model_that_the_fused_kernels_refuse_is_refused_as_without_a_keeper(tmp_path: Path) -> None:
@@ -107,7 +115,29 @@ def test_a_file_of_tensors_cannot_change() -> None:
     assert [tensor.dtype for tensor in found.tensors.values()] == [tensor.dtype for tensor in tensors.values()]
 
 
+def test_weights_for_which_there_is_no_room_are_used_as_they_were_loaded(tmp_path: Path) -> None:
+    checkpoint = Checkpoint(save_llama(tmp_path), PlainModel(tmp_path), execution="fused")
+    most = resource.getrlimit(resource.RLIMIT_FSIZE)
+    with keeper_here() as keeper, keeper.memory(weights=True) as kept, capture_logs() as logs:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (4096, most[1]))
+        try:
+            model = load_kept(checkpoint.config(), kept.keeper)
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, most)
+        assert not [name for name in _open_files() if "baton-weights" in name]
+        assert not keeper.kept.names
+    assert model.fused is None
+    assert model.module.get_parameter("lm_head.weight").numel()
+    assert "weights cannot be kept; the worker goes on without" in [entry["event"] for entry in logs]
+
+
 def test_the_embedded_engine_imports_transformers_only_to_load() -> None:
     program = "import sys, services.engines.pytorch.engine; print('transformers' in sys.modules)"
     found = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True)
     assert found.stdout == "False\n"
+
+
+def test_the_embedded_engine_is_imported_where_no_file_can_be_sealed() -> None:
+    program = "import fcntl\nfor name in [each for each in dir(fcntl) if 'SEAL' in each]: delattr(fcntl, name)\n"
+    program += "import services.engines.pytorch.engine"
+    subprocess.run([sys.executable, "-c", program], cwd=ROOT, check=True)
