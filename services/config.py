@@ -89,7 +89,10 @@ class KeepMemoryConfig(Section):
     kv: bool = Field(default=False, description="It finds the full blocks of its prefix cache too.")
     standby: bool = Field(default=False, description="Not there yet: a second process, ready to take over.")
     hang_seconds: float = Field(
-        default=10.0, ge=2, description="A worker whose event loop hangs for so long is killed and started again."
+        default=10.0,
+        ge=2,
+        le=3600,
+        description="A worker whose event loop hangs for so long is killed and started again.",
     )
 
     @property

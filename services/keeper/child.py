@@ -27,12 +27,19 @@ class Ending:
         """Why it ended, in one word: hang, the signal's name, or exit."""
         if self.hung:
             return "hang"
-        return signal.Signals(-self.code).name if self.code < 0 else "exit"
+        return _name(-self.code) if self.code < 0 else "exit"
 
     def __str__(self) -> str:
         if self.hung:
             return "hung, and was killed"
         return f"was killed by {self.cause}" if self.code < 0 else f"ended with exit code {self.code}"
+
+
+def _name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:  # most real-time signals have none
+        return f"signal {number}"
 
 
 class Child:

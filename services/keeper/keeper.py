@@ -96,8 +96,12 @@ class _Life:
     def __init__(self, command: Sequence[str], kept: KeptDescriptors, hello: Answer, signals: socket.socket) -> None:
         self._signals = signals
         own, end = pair()
-        with end:
-            self._child = Child(command, end)
+        try:
+            with end:
+                self._child = Child(command, end)
+        except OSError:
+            own.close()
+            raise
         self._worker = Conversation(own, kept, hello)
         self._is_suspect = self._hung = self.is_stopping = False
 

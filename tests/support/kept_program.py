@@ -58,7 +58,7 @@ def _obey(keeper: KeeperClient, verb: str, arguments: list[str]) -> str:
         case "ignore", []:
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
         case "die", [name]:
-            os.kill(os.getpid(), signal.Signals[name])
+            os.kill(os.getpid(), int(name) if name.isdecimal() else signal.Signals[name])
         case "exit", [code]:
             os._exit(int(code))
         case _:

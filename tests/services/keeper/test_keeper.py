@@ -71,6 +71,12 @@ def test_a_worker_that_is_killed_is_started_again_and_finds_what_was_kept(tmp_pa
         assert "1 found weights ['weights of two'] stale ''" in run.notes
 
 
+def test_a_signal_without_a_name_is_a_death_like_others(tmp_path: Path) -> None:
+    with _keeper(tmp_path, f"die:{signal.SIGRTMIN + 6}", "exit:0") as run:
+        assert run.ended() == 0
+        assert f"1 started by signal {signal.SIGRTMIN + 6}" in run.notes
+
+
 def test_memory_with_another_fingerprint_is_freed_and_said(tmp_path: Path) -> None:
     with _keeper(tmp_path, "put:kv:one+die:SIGKILL", "get:kv:other+get:kv:one+exit:0") as run:
         assert run.ended() == 0

@@ -1,5 +1,6 @@
 """What cannot be kept is refused, and the error names the key."""
 
+import math
 import os
 import subprocess
 import sys
@@ -27,6 +28,7 @@ _REFUSED = [
     ({**_KV, "engine": _EMBEDDED, "server": "grpcio"}, "keep_memory: needs server=http2"),
     ({**_KV, "engine": _EMBEDDED, "roles": ["encode"]}, "keep_memory: roles: a worker of encode"),
     ({"keep_memory": {"kv": True, "hang_seconds": 0.1}, "engine": _EMBEDDED}, "hang_seconds"),
+    ({"keep_memory": {"kv": True, "hang_seconds": math.inf}, "engine": _EMBEDDED}, "hang_seconds"),
 ]
 
 
