@@ -45,7 +45,7 @@ def load_kept(config: PyTorchConfig, keeper: KeeperClient) -> LoadedModel:
     if kept.stale:
         _log.warning("kept weights do not fit; loading the checkpoint", kept=kept.stale[:12], wanted=wanted[:12])
     model = load_model(config)
-    if _is_fused(config) and why_not(model.module.config):  # type: ignore[arg-type]
+    if _is_fused(config) and (config.lora or why_not(model.module.config)):  # type: ignore[arg-type]
         return model  # which the runner refuses, with the reason
     try:
         content = read_tensors(_write(config, model, keeper, wanted))

@@ -102,6 +102,12 @@ async def test_a_model_that_the_fused_kernels_refuse_is_refused_as_without_a_kee
         await _generate(checkpoint, keeper)
 
 
+async def test_adapters_of_fused_kernels_are_refused_as_without_a_keeper(llama: Checkpoint, tmp_path: Path) -> None:
+    checkpoint = replace(llama, execution="fused")
+    with keeper_here() as keeper, pytest.raises(ConfigError, match=r"engine\.execution: .*engine\.lora"):
+        await _generate(checkpoint, keeper, lora={"folder": str(tmp_path)})
+
+
 def test_a_file_of_tensors_cannot_change() -> None:
     shared = torch.arange(6.0).view(2, 3)
     tensors = {"a": shared, "tied": shared, "b": torch.tensor([1, 2], dtype=torch.bfloat16), "none": torch.empty(0, 4)}
