@@ -156,6 +156,8 @@ def _signals() -> Iterator[socket.socket]:
     writes.setblocking(False)
     with reads, writes:
         signal.set_wakeup_fd(writes.fileno(), warn_on_full_buffer=False)
+        # Where a parent has had it ignored, the kernel forgets how children end.
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         for number in _SIGNALS:
             # A worker, too, leaves SIGHUP alone, which nohup has had ignored; it handles the others always.
             if number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN:

@@ -137,6 +137,17 @@ def test_a_hangup_that_nohup_has_ignored_stays_ignored(tmp_path: Path) -> None:
             assert int(ignored, 16) & 1 << signal.SIGHUP - 1
 
 
+def test_deaths_are_seen_where_the_parent_has_ignored_those_of_children(tmp_path: Path) -> None:
+    ignoring = (
+        "import os, signal, sys; signal.signal(signal.SIGCHLD, signal.SIG_IGN); os.execv(sys.argv[1], sys.argv[1:])"
+    )
+    before = [sys.executable, "-c", ignoring]
+    with _keeper(tmp_path, "die:SIGKILL", "exit:7", "exit:0", before=before) as run:
+        assert run.ended() == 0
+        assert "1 started by SIGKILL" in run.notes
+        assert "2 started by exit" in run.notes
+
+
 def test_a_worker_that_cannot_be_started_is_tried_again(tmp_path: Path) -> None:
     program = tmp_path / "worker"
     program.write_text('#!/bin/sh\nrm "$0"; kill -KILL $$\n')
