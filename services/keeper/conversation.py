@@ -29,7 +29,7 @@ class Conversation:
 
     @property
     def beaten_seconds(self) -> float:
-        """How long it has given signs of life."""
+        """The seconds during which it has given signs of life."""
         return self._beat_at - self._began
 
     def serve(self) -> None:
