@@ -63,8 +63,10 @@ class TokenBucket:
         self._level = min(self._level, self._capacity)
 
     def lacks_seconds(self, amount: float) -> float:
-        """The time until `amount` can be taken. An amount above the size can be taken from a full bucket."""
-        if not self.rate:
+        """The time until `amount` can be taken: none for nothing, also of what is owed. An amount above the size can be
+        taken from a full bucket.
+        """
+        if not self.rate or not amount:
             return 0.0
         return max(0.0, (min(amount, self._capacity) - self.level) / self.rate)
 
@@ -170,9 +172,9 @@ class Account:
         running = sum(there.count for there in self.running.values())
         if ask.beginning and self.concurrent and running + ask.beginning > self.concurrent:
             return _refusal(peer_pb2.QUOTA_KIND_CONCURRENT, _BUSY_SECONDS)
-        if ask.requests and (lacking := self.requests.lacks_seconds(ask.requests)):
+        if lacking := self.requests.lacks_seconds(ask.requests):
             return _refusal(peer_pb2.QUOTA_KIND_REQUESTS, lacking)
-        if ask.tokens and (lacking := self.tokens.lacks_seconds(ask.tokens)):
+        if lacking := self.tokens.lacks_seconds(ask.tokens):
             return _refusal(peer_pb2.QUOTA_KIND_TOKENS, lacking)
         self._note_running(borrower, ask.running + ask.beginning, now)
         if borrower == THIS_ROUTER:
@@ -236,10 +238,10 @@ class Ledger:
         of them is not bound to its own. They begin with nothing, as the home may have lent all that there was.
         """
         now, parts = self._clock(), self._parts_of(ask.tenant)
-        began = now - ask.home_unreachable_seconds
-        if max(parts.heard_at.values(), default=-math.inf) < began:
-            parts.requests.empty(began)
-            parts.tokens.empty(began)
+        if max(parts.heard_at.values(), default=-math.inf) < now - ask.home_unreachable_seconds:
+            # Not as of then: until now the asker had its own part.
+            parts.requests.empty(now)
+            parts.tokens.empty(now)
         heard = {name: at for name, at in parts.heard_at.items() if now < at + _HEARD_SECONDS}
         parts.heard_at = {**heard, borrower: now}
         parts.resize(self.quota(ask.tenant), min(1.0, len(parts.heard_at) / max(1, routers)))

@@ -296,6 +296,8 @@ class Quotas:
             share.empty(now)
             if loan.granted:
                 metrics.QUOTA_FALLBACKS.labels("own_part").inc()
+            else:
+                tenant.refusal = (self._clock() + _REFUSED_SECONDS, need, loan)
             return loan
         lacking = max(share.requests.lacks_seconds(need.requests), share.tokens.lacks_seconds(need.tokens))
         if lacking:

@@ -5,6 +5,8 @@ import math
 from collections import deque
 from collections.abc import Callable, Iterable
 from contextlib import aclosing
+from functools import partial
+from heapq import nlargest
 
 import structlog
 
@@ -41,7 +43,7 @@ class RegisteredPeers:
         self._connect = connect
         self._clock = clock
         self._links: dict[str, PeerLink] = {}
-        self._homes: dict[str, str] = {}
+        self._homes: dict[str, tuple[str, str]] = {}  # the present and the next one
         self._since: dict[str, float] = {}
         self._has_view = False
         # The latest first: since when which routers were registered.
@@ -106,18 +108,20 @@ class RegisteredPeers:
 
     def home(self, key: str) -> str:
         """The home router of a key (`Peers.home`)."""
-        home = self._homes.get(key)
-        if home is None:
-            if len(self._homes) >= _MOST_HOMES:
-                self._homes.clear()
-            home = self._homes[key] = self._choose(key, self._views[0][1])
-        return home
+        return self._first_two(key)[0]
 
     def next_home(self, key: str) -> str:
         """The router that would be the home without the present one (`Peers.next_home`)."""
-        home = self.home(key) or self.own.worker_id
-        others = tuple(name for name in self._views[0][1] if name != home)
-        return self._choose(key, others) if others else THIS_ROUTER
+        return self._first_two(key)[1]
+
+    def _first_two(self, key: str) -> tuple[str, str]:
+        found = self._homes.get(key)
+        if found is None:
+            if len(self._homes) >= _MOST_HOMES:
+                self._homes.clear()
+            home, *others = (self._named(name) for name in nlargest(2, self._views[0][1], partial(_score, key)))
+            found = self._homes[key] = home, others[0] if others else THIS_ROUTER
+        return found
 
     def home_since(self, key: str) -> float:
         """The time since which the key has this home (`Peers.home_since`)."""
@@ -151,13 +155,19 @@ class RegisteredPeers:
         return link
 
     def _choose(self, key: str, routers: tuple[str, ...]) -> str:
-        best = max(routers, key=lambda name: hashlib.blake2b(f"{name}\n{key}".encode(), digest_size=8).digest())
-        return THIS_ROUTER if best == self.own.worker_id else best
+        return self._named(max(routers, key=partial(_score, key)))
+
+    def _named(self, router: str) -> str:
+        return THIS_ROUTER if router == self.own.worker_id else router
 
     def _reaches(self, other: WorkerRecord) -> bool:
         if _is_local(self.own) or _is_local(other):
             return _is_local(self.own) and _is_local(other) and self.own.location.host == other.location.host
         return True
+
+
+def _score(key: str, router: str) -> bytes:
+    return hashlib.blake2b(f"{router}\n{key}".encode(), digest_size=8).digest()
 
 
 def _is_local(record: WorkerRecord) -> bool:

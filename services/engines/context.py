@@ -39,7 +39,7 @@ class EngineConfig(Section):
 
 @dataclass(frozen=True, slots=True)
 class KeptMemory:
-    """What outlives the engine's process, and the keeper that holds it."""
+    """The memory that outlives the engine's process, and the keeper that holds it."""
 
     keeper: KeeperClient
     weights: bool

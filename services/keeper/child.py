@@ -12,7 +12,7 @@ from services.keeper.messages import VARIABLE
 
 @dataclass(frozen=True, slots=True)
 class Ending:
-    """How a worker ended: its exit code, negative for the number of a signal."""
+    """The end of a worker: its exit code, negative for the number of a signal."""
 
     code: int
     hung: bool = False

@@ -30,7 +30,7 @@ class Conversation:
 
     @property
     def beaten_seconds(self) -> float:
-        """How long it has given signs of life since its start was complete; 0 before."""
+        """The seconds during which it has given signs of life after its start; 0 before it was ready."""
         return 0.0 if self._began is None else self._beat_at - self._began
 
     def serve(self) -> None:

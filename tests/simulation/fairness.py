@@ -97,7 +97,10 @@ class FairWorld(World):
         await asyncio.sleep(_HOME_SECONDS)
         self.result = await self._body(self)
 
-    def _router(self, node: Any) -> Any:
+    def _assemble(self, node: Any, registry: Any) -> Any:
+        return (self._router if node.name.startswith("router") else self._worker)(node, registry)
+
+    def _router(self, node: Any, registry: Any) -> Any:
         setting, quotas = self.setting, QuotasConfig()
         if setting.quota is not None:
             wanted = setting.quota
@@ -121,9 +124,9 @@ class FairWorld(World):
             quotas=quotas,
             peers={"listen": f"{node.ip}:7071"},
         )
-        return host_router(config, self.registry.of(node))
+        return host_router(config, registry)
 
-    def _worker(self, node: Any) -> Any:
+    def _worker(self, node: Any, registry: Any) -> Any:
         setting = self.setting
         engine = SimulatedConfig(
             name="demo",
@@ -141,7 +144,7 @@ class FairWorld(World):
             transports=("remote",),
             drain_seconds=1.0,
         )
-        return host_worker(config, self.registry.of(node))
+        return host_worker(config, registry)
 
     # Clients.
 

@@ -127,12 +127,16 @@ class World:
         self.log("start", name)
         if name in CLIENTS:
             return node
-        node.spawn(self._host(node, router_of if name.startswith("router") else worker_of))
+        node.spawn(self._host(node))
         return node
 
-    async def _host(self, node: Node, assemble: Callable[[Plan, Node, Any], Any]) -> None:
+    def _assemble(self, node: Node, registry: Any) -> Any:
+        """The router or worker of a node."""
+        return (router_of if node.name.startswith("router") else worker_of)(self.plan, node, registry)
+
+    async def _host(self, node: Node) -> None:
         try:
-            async with self.registry.of(node) as registry, assemble(self.plan, node, registry) as host:
+            async with self.registry.of(node) as registry, self._assemble(node, registry) as host:
                 self.hosts[node.name] = host
                 await self.stopping[node.name].wait()
         except Exception as error:

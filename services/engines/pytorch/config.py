@@ -9,7 +9,7 @@ from typing_extensions import Self
 
 from runtime.config import Section
 from services.engines.context import EngineConfig
-from services.engines.lora.catalog import LoraOptions
+from services.engines.lora.options import LoraOptions
 from services.engines.pytorch.kv_cache.retention import RETAINED_SHARE
 from services.engines.pytorch.kv_cache.tiers.options import TierOptions
 

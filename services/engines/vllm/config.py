@@ -12,7 +12,7 @@ from typing_extensions import Self
 
 from runtime.config import Section
 from services.engines.context import EngineConfig
-from services.engines.lora.catalog import LoraOptions
+from services.engines.lora.options import LoraOptions
 
 BLOCK_MULTIPLE = 32
 

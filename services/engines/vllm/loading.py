@@ -15,7 +15,7 @@ import structlog
 from baton.errors import ConfigError, EngineFailed
 from runtime.threads import daemon_call
 from services.engines.external.argument_places import MergedArguments
-from services.engines.lora.catalog import LoraOptions
+from services.engines.lora.options import LoraOptions
 from services.engines.vllm.config import VllmArguments, VllmConfig
 from services.engines.vllm.facts import has_vision
 from services.engines.vllm.package import VllmPackage

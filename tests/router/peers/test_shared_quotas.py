@@ -11,7 +11,9 @@ from support.router.fleets import Fleet
 from baton.errors import BatonError, QuotaExceeded, QuotaUnavailable
 from router.admission import ledger
 from router.admission import quotas as module
+from router.admission.ledger import THIS_ROUTER
 from router.config import QuotaConfig, QuotasConfig
+from router.peers import membership
 from router.telemetry.stats import RequestStats
 
 RATE, BURST_SECONDS, ROUTERS, STEP = 100_000.0, 1.0, 8, 0.02
@@ -187,6 +189,68 @@ async def test_parts_that_nobody_used_for_an_outage_are_no_burst_in_the_next_one
     assert not await uses(which, here, 100)
 
 
+async def test_a_router_that_reaches_the_next_home_late_gets_no_second_part_for_the_time_before() -> None:
+    """Of two outages: the next home has lent in the first one."""
+    which = fleet(3, tokens_per_second=300, burst_seconds=10)
+    here, home, following = _with_next_home(which)
+    which.cut = {(here, home)}
+    await uses(which, here, 1)
+    which.cut.clear()
+    which.clock.advance(60.0)
+    await uses(which, here, 1)
+    which.clock.advance(60.0)
+    which.cut = {(here, home), (here, following)}
+    used = 0
+    for number in range(104):
+        if number == 80:
+            which.cut.remove((here, following))
+        used += 100 if await uses(which, here, 100) else 0
+        which.clock.advance(0.125)
+    assert 1000 <= used <= 1300, "a third, for thirteen seconds"
+
+
+async def test_a_refusal_of_the_next_home_is_repeated_without_asking() -> None:
+    which = fleet(3, tokens_per_second=300, burst_seconds=10)
+    here, home, following = _with_next_home(which)
+    which.cut = {(here, home)}
+    for _ in range(2):
+        with pytest.raises(QuotaExceeded, match="the rate of tokens is exceeded"):
+            async with which.routers[here].quotas.charge("acme", 100):
+                pass
+        which.cut.add((here, following))
+
+
+@pytest.mark.parametrize("reaches_next", [True, False])
+async def test_what_large_prompts_owe_while_a_home_is_away_refuses_no_request_by_itself(*, reaches_next: bool) -> None:
+    which = fleet(3, tokens_per_second=300, burst_seconds=1)
+    here, home, following = _with_next_home(which)
+    which.cut = {(here, home)} if reaches_next else {(here, home), (here, following)}
+    assert not await uses(which, here, 1000)
+    which.clock.advance(2.0)
+    assert await uses(which, here, 1000)
+    assert not await uses(which, here, 1)
+    which.clock.advance(0.1)
+    async with which.routers[here].quotas.track("acme", RequestStats("r1")):
+        pass
+
+
+async def test_the_next_home_of_a_tenant_is_chosen_once_for_a_view(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A thousand asks come in one message, and to choose takes longer the more routers there are."""
+    chosen: list[str] = []
+    monkeypatch.setattr(membership, "_score", lambda key, router: chosen.append(router) or router.encode())
+    which = fleet(3)
+    here, home, _ = _with_next_home(which)
+    which.cut = {(here, home)}
+    await uses(which, here, 1)
+    chosen.clear()
+    for _ in range(10):
+        which.clock.advance(0.1)
+        await uses(which, here, 1)
+    assert not chosen
+    which.routers[here].peers.next_home("other")
+    assert chosen == ["r0", "r1", "r2"]
+
+
 async def test_a_home_that_cannot_be_reached_for_long_may_be_configured_to_allow_all() -> None:
     which = Fleet(QuotasConfig(default=QuotaConfig(tokens_per_second=1), unreachable="allow", unreachable_seconds=5))
     which.start("r0")
@@ -334,6 +398,13 @@ async def test_whatever_becomes_of_requests_nothing_is_left_running_and_memory_i
         assert not router.quotas._unsettled
         for account in router.quotas.ledger._accounts.values():
             assert sum(there.count for there in account.running.values()) == 0
+
+
+def _with_next_home(which: Fleet) -> tuple[str, str, str]:
+    """A router that borrows, the home, and the router that would be the home next; of three."""
+    home = next(name for name in which.routers if which.routers[name].peers.home("acme") == THIS_ROUTER)
+    following = which.routers[home].peers.next_home("acme")
+    return next(name for name in which.routers if name not in (home, following)), home, following
 
 
 def _borrower_and_home(which: Fleet) -> tuple[str, str]:

@@ -1,5 +1,6 @@
 """Engines are chosen by kind; an engine of another distribution works like the built-in ones."""
 
+import subprocess
 import sys
 from collections.abc import Iterator
 from importlib.metadata import EntryPoint, EntryPoints
@@ -15,7 +16,8 @@ from services.config import WorkerConfig
 from services.engines import registry
 from services.server import host_worker
 
-EXAMPLES = Path(__file__).parents[3] / "examples" / "extending"
+ROOT = Path(__file__).parents[3]
+EXAMPLES = ROOT / "examples" / "extending"
 
 
 @pytest.fixture(autouse=True)
@@ -80,3 +82,9 @@ async def test_an_engine_without_an_encoder_refuses_the_role() -> None:
     with pytest.raises(ConfigError, match="roles: the echo engine has no encoder"):
         async with host_worker(config, MemoryRegistry("test")):
             pass
+
+
+def test_a_worker_with_another_engine_starts_without_torch() -> None:
+    code = "import sys; sys.modules['torch'] = sys.modules['transformers'] = None; import services.__main__"
+    started = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert started.returncode == 0, started.stderr[-2000:]

@@ -11,6 +11,7 @@ from typing import Protocol
 from runtime.prefix_hash import block_hash, extend_chain, media_key, root_hash, token_bytes
 from services.engines.kv_events import KvTier
 from services.engines.prompt import MediaSpan, Retain, Session
+from services.engines.pytorch.kv_cache.kept_cache import KeptCache
 from services.engines.pytorch.kv_cache.retention import RETAINED_SHARE, EvictionOrder, Sessions
 
 NULL_BLOCK = 0
@@ -55,16 +56,6 @@ class LowerTiers(Protocol):
         """Drops blocks that nobody will read again, and reports them. Returns how many were here."""
 
 
-class CacheRecord(Protocol):
-    """A record of the cache that outlives the process."""
-
-    def stored(self, block: int, block_hash: bytes) -> None:
-        """The block is in the cache, and complete."""
-
-    def erased(self, block: int) -> None:
-        """The block is not in the cache any more: its content may change after this."""
-
-
 class BlockPool:
     """Counts references to blocks. A block without references is free; its content stays cached until it is reused.
 
@@ -77,7 +68,7 @@ class BlockPool:
     ) -> None:
         self.total = num_blocks - 1
         self.lower: LowerTiers | None = None
-        self.record_of_cache: CacheRecord | None = None
+        self.record_of_cache: KeptCache | None = None
         self._listener = listener
         self._references = [0] * num_blocks
         self._empty = list(range(1, num_blocks))

@@ -195,8 +195,8 @@ def _fingerprint(config: PyTorchConfig) -> str:
     for path in sorted(folder.glob("*.json")):
         digest.update(hashlib.sha256(path.read_bytes()).digest())
     form = [_VERSION, config.dtype, _is_fused(config), config.max_context_tokens, version("torch")]
-    form += [version("transformers"), __version__, checkpoint.changes(folder)]
-    digest.update(json.dumps(form).encode())
+    versions = [version("transformers"), __version__]
+    digest.update(json.dumps([*form, *versions, checkpoint.changes(folder)]).encode())
     return digest.hexdigest()
 
 

@@ -11,7 +11,7 @@ _WIDTHS = (128, 1024, 8192)
 
 
 @dataclass(frozen=True, slots=True)
-class Kept:
+class KeptLogits:
     """Candidates of each row, likeliest first, `[rows, n]`; the logits of excluded ones are -inf.
 
     A row is `complete` if it contains every token that may be sampled.
@@ -41,14 +41,14 @@ def apply_min_p(logits: torch.Tensor, samplings: Sequence[Sampling]) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Ranked:
-    """As Kept, with `complete` `[rows]` on the device, so that nothing waits for it."""
+    """As KeptLogits, with `complete` `[rows]` on the device, so that nothing waits for it."""
 
     logits: torch.Tensor
     token_ids: torch.Tensor
     complete: torch.Tensor
 
 
-def keep(logits: torch.Tensor, samplings: Sequence[Sampling], width: int) -> Kept:
+def keep(logits: torch.Tensor, samplings: Sequence[Sampling], width: int) -> KeptLogits:
     """Ranks the `width` likeliest of `logits` `[rows, vocabulary]`, after temperature, and excludes those cut off."""
     vocabulary = logits.shape[1]
     limits = [sampling.top_k if 0 < sampling.top_k < vocabulary else vocabulary for sampling in samplings]
@@ -56,7 +56,7 @@ def keep(logits: torch.Tensor, samplings: Sequence[Sampling], width: int) -> Kep
     top_p = _column(logits, [sampling.top_p for sampling in samplings])
     min_p = _column(logits, [sampling.min_p for sampling in samplings])
     ranked = rank(logits, limit, top_p, min_p if any(s.min_p for s in samplings) else None, width)
-    return Kept(ranked.logits, ranked.token_ids, ranked.complete.tolist())
+    return KeptLogits(ranked.logits, ranked.token_ids, ranked.complete.tolist())
 
 
 def rank(
