@@ -28,7 +28,7 @@ async def served(tmp_path: Path) -> AsyncIterator[Bench]:
 async def test_it_is_refused_by_grpc(served: Bench) -> None:
     wrong: dict[str, dict[str, object]] = {
         "chat.tools[0].parameters": {"chat": {"messages": [USER], "tools": [{"name": "f", "parameters": HALF}]}},
-        "chat.messages[1].tool_calls[0].arguments": {"chat": {"messages": [USER, CALL, USER]}},
+        "chat.messages[1].tool_calls[0].function.arguments": {"chat": {"messages": [USER, CALL, USER]}},
         "guided.json_schema": {"prompt": "x", "guided": {"json_schema": NAME}},
     }
     for field, request in wrong.items():
@@ -44,7 +44,7 @@ async def test_it_is_refused_within_a_body(served: Bench) -> None:
     call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": HALF}}
     turns = [turn, {"role": "assistant", "content": "", "tool_calls": [call]}, turn]
     response = await post(served, "/chat/completions", {"messages": turns})
-    message = "messages[1].tool_calls[0].arguments: has half of a surrogate pair"
+    message = "messages[1].tool_calls[0].function.arguments: has half of a surrogate pair"
     assert (response.status_code, response.json()["error"]["message"]) == (400, message)
     item = {"type": "function_call", "call_id": "c", "name": "f", "arguments": HALF}
     response = await post(served, "/responses", {"input": [turn, item, turn]})
