@@ -28,7 +28,7 @@ async def served(tmp_path: Path) -> AsyncIterator[Bench]:
 async def test_it_is_refused_by_grpc(served: Bench) -> None:
     wrong: dict[str, dict[str, object]] = {
         "chat.tools[0].parameters": {"chat": {"messages": [USER], "tools": [{"name": "f", "parameters": HALF}]}},
-        "chat.messages[1].tool_calls[0].function.arguments": {"chat": {"messages": [USER, CALL, USER]}},
+        "chat.messages[1].tool_calls[0].arguments": {"chat": {"messages": [USER, CALL, USER]}},
         "guided.json_schema": {"prompt": "x", "guided": {"json_schema": NAME}},
     }
     for field, request in wrong.items():

@@ -100,7 +100,7 @@ GRPC: dict[str, tuple[generate_pb2.GenerateRequest, str]] = {
         generate_pb2.GenerateRequest(
             chat={"messages": [{"role": "assistant", "tool_calls": [{"name": "f", "arguments": INPUT}]}]}
         ),
-        "chat.messages[0].tool_calls[0].function.arguments.a[1]",
+        "chat.messages[0].tool_calls[0].arguments.a[1]",
     ),
 }
 
@@ -138,7 +138,7 @@ async def test_their_names_are_no_json(served: Bench, constant: str) -> None:
     response = await post(served, "/completions", f'{{"prompt": "x", "temperature": {constant}}}'.encode())
     assert response.status_code == 400
     request = GRPC["arguments"][0]
-    request.chat.messages[0].tool_calls[0].function.arguments = f'{{"a": {constant}}}'
+    request.chat.messages[0].tool_calls[0].arguments = f'{{"a": {constant}}}'
     with pytest.raises(aio.AioRpcError, match="must be the text of a JSON object"):
         async for _ in served.stub.Generate(request, timeout=30):
             pass
