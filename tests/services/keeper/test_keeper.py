@@ -135,6 +135,8 @@ def test_a_hangup_that_nohup_has_ignored_stays_ignored(tmp_path: Path) -> None:
         for pid in (run.pid(0), run.popen.pid):
             [ignored] = re.findall(r"SigIgn:\s*(\w+)", Path(f"/proc/{pid}/status").read_text())
             assert int(ignored, 16) & 1 << signal.SIGHUP - 1
+        run.popen.terminate()  # also the worker, which would outlive a keeper that is killed
+        run.ended()
 
 
 def test_deaths_are_seen_where_the_parent_has_ignored_those_of_children(tmp_path: Path) -> None:
