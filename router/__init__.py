@@ -2,7 +2,7 @@
 
 service.py       gRPC services: one context for each request, then the pipeline
 context.py       RequestContext: tenant, priority, deadline, stats, fault plan; the table of running requests
-claimed_names.py the names that callers without authentication give themselves, of which a bounded number have accounts
+tenant_names.py  the names of unauthenticated tenants, of which a bounded number have accounts
 running.py       the requests that run, of all kinds; what begins and ends each
 pipeline.py      a request: validate, tokenize, admit, encode, execute
 execution.py     a request on its workers: prefill, handoff, decode; continues elsewhere when a worker fails

@@ -59,7 +59,7 @@ class AdmissionConfig(Section):
         description="Of waiting requests: `weighted` by tenants' work, `strict` priorities and tenants within each, or"
         " `none`, priorities alone. Unset: weighted if callers are authenticated or have quotas, else none.",
     )
-    claimed_tenants: int = Field(
+    unauthenticated_tenants: int = Field(
         default=256,
         ge=1,
         le=10_000,

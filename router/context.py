@@ -12,12 +12,12 @@ from baton.errors import DeadlineExceeded, InvalidRequest, PermissionDenied, Req
 from baton.inference.v1 import generate_pb2
 from engine_protocol.fault_injection import FAULT_KEY, Fault, RouterPoint, parse
 from router.cancellation import Cancellation
-from router.claimed_names import OTHERS, ClaimedNames
 from router.config import LimitsConfig
 from router.recording.notes import AnswerNotes
 from router.resume.handle import Handle, Keep, answer_call_id, keep_seconds
 from router.telemetry.stats import RequestStats
 from router.telemetry.timings import Timings
+from router.tenant_names import OTHERS, UnauthenticatedTenants
 from rpc.auth.caller import Caller, current_caller
 from rpc.interceptors.calls import arrived_at, message_bytes
 from rpc.metadata import ATTEMPT_KEY, REQUEST_KEY, remaining_seconds, was_left_at_its_deadline
@@ -40,7 +40,7 @@ class RequestQos:
 
     tenant: str = ""  # empty for an unnamed caller
     priority: int = 0
-    shares_account: bool = False  # with other names that nobody proves
+    shares_account: bool = False  # with other unauthenticated tenants
 
     @property
     def account(self) -> str:
@@ -209,7 +209,7 @@ class ContextFactory:
     limits: LimitsConfig
     allow_faults: bool = False
     proxies: frozenset[str] = frozenset()
-    claimed: ClaimedNames = field(default_factory=ClaimedNames)
+    claimed: UnauthenticatedTenants = field(default_factory=UnauthenticatedTenants)
     begin_notes: Callable[[Metadata | None], AnswerNotes | None] = lambda _metadata: None
 
     def create(self, request: generate_pb2.GenerateRequest, call: Any) -> RequestContext:

@@ -8,7 +8,6 @@ from media.loader import MediaLoader
 from router.admission.controller import AdmissionController
 from router.admission.peers import ALONE
 from router.admission.quotas import Quotas
-from router.claimed_names import ClaimedNames
 from router.config import RouterConfig
 from router.context import ContextFactory
 from router.decoding.state import Executor
@@ -32,6 +31,7 @@ from router.routing.retry import Retries
 from router.running import RunningRequests
 from router.sessions import SessionEnds
 from router.telemetry.request_metrics import NoMetrics, RecordedMetrics
+from router.tenant_names import UnauthenticatedTenants
 from router.text.grammar_check import GrammarCheck
 from router.tokenization import Tokenization
 from router.workers.cluster import Cluster
@@ -84,7 +84,7 @@ async def open_request_path(
         grammars = stack.enter_context(GrammarCheck(limits.grammar_seconds))
         # Metrics that are not served are not measured.
         running = RunningRequests(RecordedMetrics() if config.metrics_listen else NoMetrics())
-        claimed = ClaimedNames(config.admission.claimed_tenants, config.quotas.tenants)
+        claimed = UnauthenticatedTenants(config.admission.unauthenticated_tenants, config.quotas.tenants)
         contexts = ContextFactory(limits, config.allow_faults, frozenset(config.auth.proxies), claimed)
         recorder = _recorder(config, cluster)
         if recorder is not None:

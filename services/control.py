@@ -17,7 +17,7 @@ from services.handoff.service import layout_message
 from services.moving.roles import RoleChanger
 from services.moving.running import Shedding
 from services.requests.calls import Calls, aborted
-from services.requests.prompts import inventory_message, loras_of
+from services.requests.loras import inventory_message, loras_of
 from services.resume.streams import KeptStreams, KeptUsage
 from services.telemetry.timings import as_seconds
 from services.worker import Drainer, DrainProgress, poll_changes

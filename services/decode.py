@@ -36,13 +36,8 @@ from services.parts import WorkerParts
 from services.requests.calls import Calls, RunningCall
 from services.requests.decoded import Accepted, Yielded, response, tokens_response
 from services.requests.fault_injection import NO_FAULTS, Faults, Metadata
-from services.requests.prompts import (
-    check_limits,
-    read_prompt,
-    read_sampling,
-    require_lora,
-    using_lora,
-)
+from services.requests.loras import require_lora, using_lora
+from services.requests.prompts import check_limits, read_prompt, read_sampling
 from services.resume.stream import KeptStream
 from services.resume.streams import KeptStreams, attached, require_later
 from services.telemetry import metrics

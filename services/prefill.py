@@ -28,6 +28,7 @@ from services.multimodal.media_spans import read_spans
 from services.parts import WorkerParts
 from services.requests.calls import Calls, RunningCall
 from services.requests.fault_injection import NO_FAULTS, corrupt
+from services.requests.loras import require_lora, using_lora
 from services.requests.prompts import (
     FINISH_REASONS,
     check_limits,
@@ -35,10 +36,8 @@ from services.requests.prompts import (
     prompt_logprobs_message,
     read_prompt,
     read_sampling,
-    require_lora,
     set_tiers,
     set_usage,
-    using_lora,
 )
 from services.telemetry import metrics
 from services.telemetry.timings import Timing, stage_timings

@@ -116,7 +116,7 @@ class Clients:
         self._number = 0
 
     async def run(self, loads: Mapping[str, Load], seconds: float) -> dict[str, Got]:
-        """What each tenant got. What still waits at the end is cancelled."""
+        """Returns the service of each tenant. Requests that still wait at the end are cancelled."""
         got = {name: Got() for name in loads}
         async with AsyncExitStack() as stack:
             stubs = {name: [await stack.enter_async_context(_stub(to)) for to in self._addresses] for name in loads}

@@ -1,4 +1,4 @@
-"""What tenants send and what they got, for processes and for virtual time alike; and the bars of what is measured."""
+"""The loads of tenants, the service that they got, and the bars of both: by processes or in virtual time."""
 
 import math
 import random
@@ -43,7 +43,7 @@ def requests_of(load: Load, seed: str) -> Iterator[Sent]:
 
 @dataclass
 class Got:
-    """What a tenant got: its times to the first token, and its work by tenths of a slice."""
+    """The service of a tenant: its times to the first token, and its work by tenths of a slice."""
 
     first_tokens: list[float] = field(default_factory=list)
     work: dict[int, float] = field(default_factory=lambda: defaultdict(float))
@@ -122,7 +122,7 @@ def check_shapes(bars: Bars, one: Got, other: Got, begin: float, end: float, nam
 
 
 def check_late(bars: Bars, early: Got, late: Got, begins: float, name: str, *, has_bar: bool) -> None:
-    """What a tenant that comes later gets from ten seconds after that on, for half a minute."""
+    """The work of a tenant that comes later, from ten seconds after that on, for half a minute."""
     begin, end = begins + 10, begins + 40
     part = late.between(begin, end) / max(1.0, early.between(begin, end))
     if has_bar:

@@ -13,9 +13,9 @@ from collections import OrderedDict, deque
 from collections.abc import Iterable, Iterator, Mapping
 
 from router.admission.lanes import Lane, Tenant, Ticket
-from router.claimed_names import OTHERS
 from router.config import Fairness
 from router.routing.latency import Clock
+from router.tenant_names import OTHERS
 from runtime.clock import monotonic
 
 TOKEN_WORK = 4.0  # of one generated token, in tokens of a prompt

@@ -8,13 +8,13 @@ import asyncio
 from collections import OrderedDict
 from collections.abc import AsyncIterator, Iterable, Iterator
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
-from dataclasses import dataclass, field
 from itertools import islice
 
 from baton.engine.v1 import peer_pb2
 from baton.errors import BatonError, QuotaExceeded, QuotaUnavailable
 from router.admission.ledger import LOAN_SECONDS, THIS_ROUTER, Ledger, TokenBucket
 from router.admission.peers import ALONE, Peers
+from router.admission.quota_state import NOTHING, QuotaNeed, QuotaShare, TenantQuota
 from router.config import QuotaConfig, QuotasConfig
 from router.routing.latency import Clock
 from router.telemetry import metrics
@@ -38,56 +38,6 @@ _GRANTED = peer_pb2.QuotaLoan(granted=True)
 _UNLIMITED: AbstractAsyncContextManager[None] = nullcontext()
 
 
-@dataclass(frozen=True, slots=True)
-class _Need:
-    """The units that a request uses at once."""
-
-    requests: int = 0
-    tokens: int = 0
-    beginning: int = 0
-
-
-_NOTHING = _Need()
-
-
-@dataclass(slots=True, eq=False)
-class _Share:
-    """This router's part of a quota while the home cannot be reached."""
-
-    since: float
-    requests: TokenBucket
-    tokens: TokenBucket
-    concurrent: int
-
-    def empty(self, now: float) -> None:
-        """Begins with nothing."""
-        self.requests.empty(now)
-        self.tokens.empty(now)
-
-
-@dataclass(slots=True, eq=False)
-class _Tenant:
-    """A tenant at this router, with what is left of its last loan."""
-
-    name: str
-    quota: QuotaConfig
-    is_limited: bool
-    running: int = 0
-    requests: float = 0.0
-    tokens: float = 0.0
-    expires_at: float = 0.0
-    spent: float = 0.0  # tokens beyond the loan, of which the home has not heard
-    is_told: bool = True  # whether the home knows how many requests run
-    demand: list[float] = field(default_factory=lambda: [0.0, 0.0, 0.0])  # began, tokens since and in the second before
-    share: _Share | None = None
-    refusal: tuple[float, _Need, peer_pb2.QuotaLoan] | None = None  # until when it is repeated
-    lock: asyncio.Lock = field(default_factory=asyncio.Lock)
-
-    @property
-    def is_idle(self) -> bool:
-        return not self.running and not self.spent and not self.lock.locked()
-
-
 class Quotas:
     """The quotas of all tenants, as this router uses them. `follow` must run if there are other routers."""
 
@@ -97,9 +47,9 @@ class Quotas:
         self._config = config
         self._clock = clock
         self._peers = peers
-        self._tenants: OrderedDict[str, _Tenant] = OrderedDict()  # least recently seen first
-        self._unsettled: dict[str, _Tenant] = {}
-        self._running: dict[str, _Tenant] = {}  # those whose number of running requests is limited
+        self._tenants: OrderedDict[str, TenantQuota] = OrderedDict()  # least recently seen first
+        self._unsettled: dict[str, TenantQuota] = {}
+        self._running: dict[str, TenantQuota] = {}  # those whose number of running requests is limited
         self._counted_at = clock()
 
     @property
@@ -121,7 +71,7 @@ class Quotas:
         if tenant.quota.concurrent:
             self._running[name] = tenant
         try:
-            await self._use(tenant, _Need(requests=requests, beginning=1))
+            await self._use(tenant, QuotaNeed(requests=requests, beginning=1))
             yield
         finally:
             tenant.running -= 1
@@ -136,7 +86,7 @@ class Quotas:
     @asynccontextmanager
     async def _charge(self, name: str, prompt_tokens: int) -> AsyncIterator[None]:
         tenant = self._find(name)
-        await self._use(tenant, _Need(tokens=prompt_tokens))
+        await self._use(tenant, QuotaNeed(tokens=prompt_tokens))
         is_done = False
         try:
             yield
@@ -163,14 +113,14 @@ class Quotas:
         tenants = [self._unsettled.pop(name) for name in names]
         await asyncio.gather(*(self._settle(tenant) for tenant in tenants))
 
-    async def _settle(self, tenant: _Tenant) -> None:
+    async def _settle(self, tenant: TenantQuota) -> None:
         if self._peers.home(tenant.name) == THIS_ROUTER:
-            self._use_here(tenant, _NOTHING)
+            self._use_here(tenant, NOTHING)
             return
         async with tenant.lock:
             left_seconds = tenant.expires_at - self._clock()
             if tenant.spent or not tenant.is_told or 0 < left_seconds < 2 * _SETTLE_SECONDS:
-                await self._ask(tenant, _NOTHING)
+                await self._ask(tenant, NOTHING)
             if tenant.spent or not tenant.is_told or (left_seconds > 0 and (tenant.requests > 0 or tenant.tokens > 0)):
                 self._unsettled[tenant.name] = tenant
 
@@ -186,7 +136,7 @@ class Quotas:
 
     # One use.
 
-    async def _use(self, tenant: _Tenant, need: _Need) -> None:
+    async def _use(self, tenant: TenantQuota, need: QuotaNeed) -> None:
         """Uses what is lent, or asks for it. Raises QuotaExceeded and QuotaUnavailable."""
         if not tenant.is_limited:
             return
@@ -205,7 +155,7 @@ class Quotas:
                 loan = await self._use_share(tenant, need)
             self._raise_unless(loan, tenant, need)
 
-    def _use_here(self, tenant: _Tenant, need: _Need) -> peer_pb2.QuotaLoan:
+    def _use_here(self, tenant: TenantQuota, need: QuotaNeed) -> peer_pb2.QuotaLoan:
         if tenant.spent or tenant.share:
             self._spend_here(tenant)
         ask = peer_pb2.QuotaAsk(
@@ -217,14 +167,14 @@ class Quotas:
         )
         return self.ledger.lend(THIS_ROUTER, ask, self._peers.home_since(tenant.name))
 
-    def _spend_here(self, tenant: _Tenant) -> None:
+    def _spend_here(self, tenant: TenantQuota) -> None:
         """Charges the account here for what was used, also under an earlier home."""
         account = self.ledger.account(tenant.name, self._peers.home_since(tenant.name))
         account.tokens.take(tenant.spent)
         tenant.spent = tenant.requests = tenant.tokens = 0.0
         tenant.share = None
 
-    def _use_loan(self, tenant: _Tenant, need: _Need) -> bool:
+    def _use_loan(self, tenant: TenantQuota, need: QuotaNeed) -> bool:
         quota, has_expired = tenant.quota, self._clock() >= tenant.expires_at
         if has_expired or (need.beginning and quota.concurrent):
             return False
@@ -236,7 +186,7 @@ class Quotas:
         tenant.tokens -= need.tokens
         return True
 
-    async def _ask(self, tenant: _Tenant, need: _Need) -> peer_pb2.QuotaLoan | None:
+    async def _ask(self, tenant: TenantQuota, need: QuotaNeed) -> peer_pb2.QuotaLoan | None:
         """Gives the last loan back and asks for another one; None if the home does not answer. Holds the lock."""
         asked_at = self._clock()
         is_valid = asked_at < tenant.expires_at
@@ -275,7 +225,7 @@ class Quotas:
             self._unsettled[tenant.name] = tenant
         return loan
 
-    async def _use_share(self, tenant: _Tenant, need: _Need) -> peer_pb2.QuotaLoan:
+    async def _use_share(self, tenant: TenantQuota, need: QuotaNeed) -> peer_pb2.QuotaLoan:
         """Uses the parts of all that cannot reach the home, else this router's own.
 
         Raises QuotaUnavailable after a while, unless all is allowed then.
@@ -308,7 +258,7 @@ class Quotas:
         share.tokens.take(need.tokens)
         return _GRANTED
 
-    async def _ask_next_home(self, tenant: _Tenant, need: _Need, seconds: float) -> peer_pb2.QuotaLoan | None:
+    async def _ask_next_home(self, tenant: TenantQuota, need: QuotaNeed, seconds: float) -> peer_pb2.QuotaLoan | None:
         """Of the parts of all routers that cannot reach the home, as this one could not for some seconds.
 
         None if the router that lends them does not answer.
@@ -325,15 +275,15 @@ class Quotas:
             return None
         return None if loan.not_home else loan
 
-    def _share_of(self, tenant: _Tenant) -> _Share:
+    def _share_of(self, tenant: TenantQuota) -> QuotaShare:
         routers, quota, now = max(1, self._peers.count), tenant.quota, self._clock()
         requests = TokenBucket(quota.requests_per_second / routers, quota.burst_seconds, self._clock)
         tokens = TokenBucket(quota.tokens_per_second / routers, quota.burst_seconds, self._clock)
-        share = _Share(now, requests, tokens, -(-quota.concurrent // routers))
+        share = QuotaShare(now, requests, tokens, -(-quota.concurrent // routers))
         share.empty(now)  # the home may have lent all that there was
         return share
 
-    def _repeat_refusal(self, tenant: _Tenant, need: _Need) -> None:
+    def _repeat_refusal(self, tenant: TenantQuota, need: QuotaNeed) -> None:
         """Raises the last refusal again if it has just been made for no more than this."""
         if tenant.refusal is None:
             return
@@ -343,26 +293,26 @@ class Quotas:
         elif refused.requests <= need.requests and refused.tokens <= need.tokens:
             self._raise_unless(loan, tenant, need)
 
-    def _raise_unless(self, loan: peer_pb2.QuotaLoan, tenant: _Tenant, need: _Need) -> None:
+    def _raise_unless(self, loan: peer_pb2.QuotaLoan, tenant: TenantQuota, need: QuotaNeed) -> None:
         if loan.granted:
             return
         why = _WHY.get(loan.exceeded, f"the rate of tokens is exceeded by a prompt of {need.tokens}")
         raise _exceeded(tenant.name, why, max(0.001, loan.retry_after.ToNanoseconds() / 1e9))
 
-    def _note_demand(self, tenant: _Tenant, need: _Need) -> None:
+    def _note_demand(self, tenant: TenantQuota, need: QuotaNeed) -> None:
         now, demand = self._clock(), tenant.demand
         if now >= demand[0] + 1.0:
             demand[:] = [now, 0.0, demand[1] if now < demand[0] + 2.0 else 0.0]
         demand[1] += need.tokens
 
-    def _note_spent(self, tenant: _Tenant, tokens: int) -> None:
+    def _note_spent(self, tenant: TenantQuota, tokens: int) -> None:
         if not tenant.is_limited or not (tokens or tenant.quota.concurrent):
             return
         if self._peers.home(tenant.name) == THIS_ROUTER:
             tenant.spent += tokens
             self._spend_here(tenant)
             if tenant.quota.concurrent:
-                self._use_here(tenant, _NOTHING)
+                self._use_here(tenant, NOTHING)
             return
         lent = min(tokens, max(0.0, tenant.tokens)) if self._clock() < tenant.expires_at else 0.0
         tenant.tokens -= lent
@@ -370,13 +320,13 @@ class Quotas:
         tenant.is_told = not tenant.quota.concurrent
         self._unsettled[tenant.name] = tenant
 
-    def _give_back(self, tenant: _Tenant, tokens: int) -> None:
+    def _give_back(self, tenant: TenantQuota, tokens: int) -> None:
         if self._peers.home(tenant.name) == THIS_ROUTER:
             self.ledger.account(tenant.name, self._peers.home_since(tenant.name)).tokens.give_back(tokens)
         else:
             tenant.tokens += tokens
 
-    def _find(self, name: str) -> _Tenant:
+    def _find(self, name: str) -> TenantQuota:
         tenant = self._tenants.get(name)
         if tenant is None:
             self._forget_idle()
@@ -384,9 +334,9 @@ class Quotas:
         self._tenants.move_to_end(name)
         return tenant
 
-    def _open(self, name: str) -> _Tenant:
+    def _open(self, name: str) -> TenantQuota:
         quota = self.ledger.quota(name)
-        return _Tenant(name, quota, quota != _NO_QUOTA)
+        return TenantQuota(name, quota, quota != _NO_QUOTA)
 
     def _forget_idle(self) -> None:
         """Forgets idle tenants if there are too many, among the least recently seen."""

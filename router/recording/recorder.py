@@ -17,9 +17,10 @@ from baton.inference.v1 import record_pb2
 from router.config import RecordsConfig
 from router.context import RequestContext
 from router.peers.link import PeerLink
+from router.recording.folder import RecordFolder
 from router.recording.notes import AnswerNotes
 from router.recording.record import Ended, RecordMaker
-from router.recording.table import RecordFolder, RecordTable, latest
+from router.recording.table import RecordTable, latest
 from router.routing.policy import WorkerView
 from router.telemetry import metrics
 from router.telemetry.stats import GENERATE

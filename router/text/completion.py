@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from baton.engine.v1 import prompt_pb2
 from baton.errors import InvalidReply
 from baton.inference.v1 import generate_pb2, sampling_pb2
-from router.text.detokenizer import Stopped, StopStrings
 from router.text.parsing.registry import AnswerParser
 from router.text.served_model import ServedModel
+from router.text.stop_strings import Stopped, StopStrings
 
 # Finish reasons that the last token has caused.
 _BY_TOKEN = (sampling_pb2.FINISH_REASON_END_OF_SEQUENCE, sampling_pb2.FINISH_REASON_STOP_TOKEN)

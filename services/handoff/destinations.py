@@ -12,7 +12,8 @@ from services.engines.prompt import Prompt, Sampling
 from services.handoff.leases import LeaseTable
 from services.handoff.service import release_if_undelivered
 from services.identity import Identity
-from services.requests.prompts import check_limits, require_lora, using_lora
+from services.requests.loras import require_lora, using_lora
+from services.requests.prompts import check_limits
 from services.telemetry.timings import duration
 
 

@@ -1,7 +1,8 @@
 """Requests on a worker, before they reach an engine.
 
 calls.py             running calls: admitted once, counted, stopped
-prompts.py           prompts and sampling parameters, read and checked; adapters of requests and of operators' calls
+prompts.py           prompts and sampling parameters, read and checked
+loras.py             adapters of requests and of operators' calls
 decoded.py           the events of a decode, and their messages
 fault_injection.py   the faults that a request's fault plan asks for
 """

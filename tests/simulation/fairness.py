@@ -170,7 +170,7 @@ class FairWorld(World):
         return "OK"
 
     async def send(self, loads: Mapping[str, Load], seconds: float) -> dict[str, Got]:
-        """What each tenant got. What still waits at the end is left."""
+        """Returns the service of each tenant. Requests that still wait at the end are left."""
         got, began = {name: Got() for name in loads}, Time.now
         await asyncio.gather(*(self._send_all(name, load, got[name], seconds) for name, load in loads.items()))
         await asyncio.sleep(began + seconds - Time.now)

@@ -135,7 +135,7 @@ class _Turns:
         return [Row(step.name, target.name, tuple(found[target.name])) for target in self._targets]
 
     async def _measure(self, step: Step, number: int, index: int, rounds: int) -> Summary:
-        """One server in one round: with the lengths that the others get, and prompts that nobody else gets."""
+        """One server in one round: with the lengths that the others get, and prompts of its own."""
         target = self._targets[index]
         prompts = (number + 1) * len(self._targets) + index
         planned = step.plan(replace(self._workload, prompts=prompts))

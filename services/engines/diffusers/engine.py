@@ -17,9 +17,10 @@ from services.engines.diffusers.pipeline import Pipeline, fingerprint
 from services.engines.diffusion import Drawing, Picture, Step
 from services.engines.kv import embedding_layout
 from services.engines.pytorch.batch_loop import BatchJob, BatchLoop
-from services.engines.pytorch.failures import StallDetector, is_out_of_memory
+from services.engines.pytorch.failures import is_out_of_memory
 from services.engines.pytorch.model.loading import device_named
 from services.engines.pytorch.part import PyTorchPart
+from services.engines.pytorch.stall_detector import StallDetector
 
 _RETRY_SECONDS = 1.0
 _NEWEST_SHARE = 0.3  # of a measurement in the average

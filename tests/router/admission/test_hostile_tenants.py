@@ -106,8 +106,8 @@ def test_quotas_that_are_no_rates_are_refused_by_the_path_of_their_key(
         ("quotas.default.concurrent", 1.5),
         ("quotas.default.unknown", 1),
         ("quotas.unreachable_seconds", -1),
-        ("admission.claimed_tenants", 0),
-        ("admission.claimed_tenants", 10**9),
+        ("admission.unauthenticated_tenants", 0),
+        ("admission.unauthenticated_tenants", 10**9),
     ],
 )
 def test_other_limits_that_make_no_sense_are_refused_by_their_path(path: str, value: object, tmp_path: Path) -> None:

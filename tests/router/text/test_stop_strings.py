@@ -3,7 +3,7 @@
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from router.text.detokenizer import Stopped, StopStrings
+from router.text.stop_strings import Stopped, StopStrings
 
 
 def run(stops: list[str], pieces: list[str], include: bool = False) -> tuple[str, str]:

@@ -219,7 +219,7 @@ def test_a_worker_that_beats_and_fails_in_its_start_counts_as_failed(tmp_path: P
         assert run.notes.count("['kv of one']") == 2
 
 
-def test_a_worker_outlives_no_keeper_unnoticed(tmp_path: Path) -> None:
+def test_a_worker_whose_keeper_is_killed_ends(tmp_path: Path) -> None:
     with _keeper(tmp_path, "beat:600") as run:
         pid = run.pid(0)
         descriptor = os.pidfd_open(pid)

@@ -1,4 +1,4 @@
-"""What cannot be kept is refused, and the error names the key."""
+"""Configurations that cannot be kept are refused, and the error names the key."""
 
 import math
 import os

@@ -26,8 +26,8 @@ _DEADLINE_SECONDS = 0.5
 
 
 class WindowsAgree(Invariant):
-    """What a sender believes that it may still send is what its receiver believes, on each connection and stream: a
-    window that has got smaller for one of them never gets larger again.
+    """A sender's window is as large as its receiver believes, on each connection and stream: one that has got smaller
+    for one of them never gets larger again.
     """
 
     def __init__(self, world: Any) -> None:

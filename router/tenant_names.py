@@ -10,7 +10,7 @@ OTHERS = "(others)"  # the account of further names
 IDLE_SECONDS = 300.0
 
 
-class ClaimedNames:
+class UnauthenticatedTenants:
     """Decides which names have an account of their own. Anyone can make up names, and each new one would be next.
 
     `known` names, and callers without a name, always have one.

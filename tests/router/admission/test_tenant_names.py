@@ -15,9 +15,9 @@ from baton.connection.credentials import TENANT_KEY
 from baton.inference.v1 import cluster_service_pb2, cluster_service_pb2_grpc, generate_pb2, inference_service_pb2_grpc
 from discovery.memory import MemoryRegistry
 from router.admission.fair_queue import FairQueue
-from router.claimed_names import IDLE_SECONDS, OTHERS, ClaimedNames
 from router.config import AdmissionConfig, QuotaConfig, QuotasConfig, RouterConfig
 from router.server import Router, host_router
+from router.tenant_names import IDLE_SECONDS, OTHERS, UnauthenticatedTenants
 from rpc.channels import open_channel
 from services.server import host_worker
 
@@ -26,7 +26,7 @@ CLAIMED = 4
 
 def test_so_many_names_have_accounts_at_a_time_and_each_keeps_its_own_while_it_is_used() -> None:
     clock = ManualClock()
-    names = ClaimedNames(CLAIMED, clock=clock)
+    names = UnauthenticatedTenants(CLAIMED, clock=clock)
     assert [names.has_account(f"t{number}") for number in range(6)] == [True] * 4 + [False] * 2
     clock.advance(IDLE_SECONDS - 1)
     assert names.has_account("t0")
@@ -39,7 +39,7 @@ def test_so_many_names_have_accounts_at_a_time_and_each_keeps_its_own_while_it_i
 
 
 def test_names_of_the_configuration_and_callers_without_one_always_have_an_account() -> None:
-    names = ClaimedNames(1, known=("acme",), clock=ManualClock())
+    names = UnauthenticatedTenants(1, known=("acme",), clock=ManualClock())
     assert names.has_account("made up")
     assert not names.has_account("made up, too")
     assert names.has_account("acme")
@@ -48,7 +48,7 @@ def test_names_of_the_configuration_and_callers_without_one_always_have_an_accou
 
 def test_made_up_names_leave_nothing_in_the_table() -> None:
     clock = ManualClock()
-    names = ClaimedNames(CLAIMED, clock=clock)
+    names = UnauthenticatedTenants(CLAIMED, clock=clock)
     for number in range(10_000):
         names.has_account(f"made up {number}")
         clock.advance(IDLE_SECONDS / 100)
@@ -119,7 +119,7 @@ async def in_a_full_queue(serving: Serving, requests: Callable[[], list["asyncio
 
 
 async def test_a_flood_of_made_up_names_keeps_no_old_tenant_waiting() -> None:
-    admission = AdmissionConfig(max_running_per_worker=1, fairness="weighted", claimed_tenants=CLAIMED)
+    admission = AdmissionConfig(max_running_per_worker=1, fairness="weighted", unauthenticated_tenants=CLAIMED)
     async with serving(admission=admission) as router:
         await router.run("old")
 
@@ -140,7 +140,7 @@ async def test_made_up_names_get_a_bounded_number_of_quotas() -> None:
     quotas = QuotasConfig(
         default=QuotaConfig(requests_per_second=1e-4, burst_seconds=1e4), tenants={"acme": QuotaConfig()}
     )
-    async with serving(quotas=quotas, admission=AdmissionConfig(claimed_tenants=CLAIMED)) as router:
+    async with serving(quotas=quotas, admission=AdmissionConfig(unauthenticated_tenants=CLAIMED)) as router:
         codes = [await router.code(f"made up {number}") for number in range(20)]
         assert codes.count(grpc.StatusCode.OK) == CLAIMED + 1
         assert set(codes[CLAIMED + 1 :]) == {grpc.StatusCode.RESOURCE_EXHAUSTED}
