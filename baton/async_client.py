@@ -14,8 +14,8 @@ from baton.connection.credentials import Tls
 from baton.connection.routers import Routers
 from baton.connection.settings import CHANNEL_OPTIONS, STOP_SECONDS, Settings
 from baton.errors import BatonError
+from baton.generation import requests as answers
 from baton.generation.asynchronous import AsyncGeneration, AsyncInquirer
-from baton.generation.requests import GenerateCall, generate, generate_unary, resume
 from baton.inference.v1 import (
     generate_pb2,
     image_pb2,
@@ -88,18 +88,18 @@ class AsyncClient:
         for channel in self._routers.channels:
             await channel.close(None)
 
-    @requests.takes(generate)
-    def generate(self, call: GenerateCall) -> "AsyncGeneration":
+    @requests.takes(answers.generate)
+    def generate(self, call: answers.GenerateCall) -> "AsyncGeneration":
         return self._begun(AsyncGeneration(self._routers, self._settings, call, self._stop, self._inquirer))
 
-    @requests.takes(resume)
-    def resume(self, call: GenerateCall) -> "AsyncGeneration":
+    @requests.takes(answers.resume)
+    def resume(self, call: answers.GenerateCall) -> "AsyncGeneration":
         return self._begun(AsyncGeneration(self._routers, self._settings, call, self._stop, self._inquirer))
 
-    @requests.takes(generate)
-    async def generate_unary(self, call: GenerateCall) -> generate_pb2.GenerateUnaryResponse:
+    @requests.takes(answers.generate)
+    async def generate_unary(self, call: answers.GenerateCall) -> generate_pb2.GenerateUnaryResponse:
         """Returns a whole answer at once; `.token.text` is its text. The arguments are those of `generate`."""
-        return await self._call(generate_unary(call))
+        return await self._call(answers.generate_unary(call))
 
     @requests.takes(requests.draw)
     async def draw(self, call: requests.DrawCall) -> AsyncGenerator[image_pb2.ImageServiceGenerateResponse, None]:

@@ -11,7 +11,7 @@ from baton.connection.credentials import Tls
 from baton.connection.routers import Routers
 from baton.connection.settings import CHANNEL_OPTIONS, Settings
 from baton.error_details import from_rpc_error
-from baton.generation.requests import GenerateCall, generate, generate_unary, resume
+from baton.generation import requests as answers
 from baton.generation.sync import Generation, Inquirer, Stops, error_of
 from baton.inference.v1 import (
     generate_pb2,
@@ -80,18 +80,18 @@ class Client:
         for channel in self._routers.channels:
             channel.close()
 
-    @requests.takes(generate)
-    def generate(self, call: GenerateCall) -> "Generation":
+    @requests.takes(answers.generate)
+    def generate(self, call: answers.GenerateCall) -> "Generation":
         return Generation(self._routers, self._settings, call, self._stopping.stop, self._inquirer)
 
-    @requests.takes(resume)
-    def resume(self, call: GenerateCall) -> "Generation":
+    @requests.takes(answers.resume)
+    def resume(self, call: answers.GenerateCall) -> "Generation":
         return Generation(self._routers, self._settings, call, self._stopping.stop, self._inquirer)
 
-    @requests.takes(generate)
-    def generate_unary(self, call: GenerateCall) -> generate_pb2.GenerateUnaryResponse:
+    @requests.takes(answers.generate)
+    def generate_unary(self, call: answers.GenerateCall) -> generate_pb2.GenerateUnaryResponse:
         """Returns a whole answer at once; `.token.text` is its text. The arguments are those of `generate`."""
-        return self._call(generate_unary(call))
+        return self._call(answers.generate_unary(call))
 
     @requests.takes(requests.draw)
     def draw(self, call: requests.DrawCall) -> Iterator[image_pb2.ImageServiceGenerateResponse]:
