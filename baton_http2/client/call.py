@@ -140,7 +140,9 @@ class ClientCall:
         A peer that fails a call may end it within a message: then its status stands.
         """
         said = self._trailers
-        self._end(said if said and said.status_code is not StatusCode.OK else Status(failure.code, failure.details), CANCEL)
+        if said is None or said.status_code is StatusCode.OK:
+            said = Status(failure.code, failure.details)
+        self._end(said, CANCEL)
 
     def leave(self) -> None:
         """The peer has gone, or has reset the stream."""
