@@ -2,5 +2,6 @@
 
 service.py     ClusterService: workers, tenants, routes
 explain.py     ExplainRoute: where a request would run, and what each place would cost
-operations.py  operations on workers: adapters, drains, roles, moved streams
+loras.py       adapters: listed, loaded and unloaded on all workers of a model
+workers.py     one worker: its decodes are moved away, it is drained, its role changes
 """

@@ -9,7 +9,8 @@ from grpc import aio
 from baton.inference.v1 import cluster_service_pb2, cluster_service_pb2_grpc, lora_pb2
 from discovery.record import WorkerRecord
 from router.operators.explain import RouteExplainer
-from router.operators.operations import LoraOperations, WorkerOperations, read_change
+from router.operators.loras import LoraOperations, read_change
+from router.operators.workers import WorkerOperations
 from router.peers.tenants import all_tenants
 from router.request_path import RequestPath
 from router.workers.handle import WorkerHandle
