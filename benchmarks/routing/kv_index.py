@@ -18,8 +18,8 @@ import tracemalloc
 from collections.abc import Callable, Iterator, Sequence
 from typing import Protocol
 
+from engine_protocol.prefix_hash import block_hashes
 from router.routing.prefix.kv_index import KvIndex
-from runtime.prefix_hash import block_hashes
 
 PIECE = 1024
 

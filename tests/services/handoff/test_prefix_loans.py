@@ -20,9 +20,9 @@ from baton.engine.v1 import decode_pb2, handoff_pb2, handoff_pb2_grpc, prefill_p
 from baton.errors import InvalidRequest, LayoutMismatch, StaleEpoch
 from baton.inference.v1 import timing_pb2
 from engine_protocol.fault_injection import FAULT_KEY
+from engine_protocol.prefix_hash import block_hashes
 from rpc.health import Health
 from rpc.server import Service, serve
-from runtime.prefix_hash import block_hashes
 from services.engines.kv import KvLayout
 from services.engines.seals import BlockContents, DamagedBlock, Sealer
 
