@@ -22,7 +22,7 @@ messages of the API are in `baton.inference.v1`, such as `baton.inference.v1.gen
 | calls | calls on stubs that raise these errors |
 | version | the version of the client, and of all of Baton |
 | connection/ | `Tls`, `Retry`; channels, metadata and spans of calls |
-| inference/, engine/, etcd/ | generated stubs: the API, the protocol of routers and workers, etcd |
+| inference/, engine/, etcd/, kserve/, envoy/ | generated stubs: the API, the protocol of routers and workers, others' |
 """
 
 from importlib import import_module

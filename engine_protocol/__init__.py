@@ -7,5 +7,7 @@
 | leases | a lease on another worker's blocks: renewal and release |
 | sampling_rules | checks of sampling parameters |
 | roles | the roles of workers, one declaration each |
+| prefix_hash | the hash chain of a prompt's blocks, by which workers and routers name them |
+| timing_profile | the measured speed of a model, and its file |
 | fault_injection | the fault plans in a request's metadata, for tests |
 """

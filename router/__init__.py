@@ -14,11 +14,15 @@ request_path.py  what answers requests, by whatever protocol they come
 server.py        assembles a router and serves it; config.py is its configuration
 
 embedding/   requests for embeddings of texts
+drawing/     requests for pictures
 admission/   quotas, the waiting queue, predicted deadlines
 peers/       the other routers of a fleet, which share quotas and places with this one
 processes/   a router of several processes behind the same ports
 kserve/      KServe's protocol, for Triton's clients
 openai/      OpenAI's API over HTTP
+resume/      kept answers, which any router goes on with
+recording/   records of requests that have ended
+picker/      the endpoint picker of inference gateways
 moving/      running decodes that go to other workers with their KV
 anthropic/   Anthropic's, beside it
 stream/      the answer: messages, unary responses, trailing timings

@@ -1,4 +1,4 @@
-"""Running a process, whatever it serves. Nothing here knows gRPC.
+"""Running a process, whatever it serves. Nothing here knows gRPC, or language models.
 
 | module | subject |
 |---|---|
@@ -14,7 +14,5 @@
 | monitor | the HTTP server for /metrics and /health |
 | clock, entropy, threads | the clocks, secrets and ids, and threads of this process, each in one place |
 | aio | task groups, timeouts, waits that a cancellation does not interrupt |
-| prefix_hash | the hash chain of a prompt's blocks |
-| timing_profile | the measured speed of a model, and its file |
 | network | ports and listening sockets |
 """

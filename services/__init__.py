@@ -13,6 +13,7 @@ keeping.py                       a worker that has a keeper
 keeper/       the process that holds what outlives the worker's, and starts it again
 requests/     calls, prompts and sampling parameters, fault injection
 multimodal/   media of prompts and their embeddings
+resume/       decodes that are kept for the next router
 moving/       decodes that go on elsewhere, and changes of role
 handoff/      leases on KV: the owner's side and the reader's
 transports/   how blocks move between workers: shm, tcp, nixl, and those of other distributions

@@ -3,14 +3,14 @@
 import math
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from baton.engine.v1 import worker_pb2, worker_pb2_grpc
 from baton.errors import Unsupported
 from baton.inference.v1 import cluster_service_pb2, media_pb2, model_pb2, timing_pb2
 from runtime.clock import monotonic
-from services.engines.base import DrawingRules, EmbeddingRules, EngineLoad, ImageRules, MemoryTiers, ModelFacts
+from services.engines.base import EngineLoad, ImageRules, MemoryTiers, ModelFacts
 from services.engines.kv_events import KvChange, KvChanged, KvRemoved, KvSnapshot, KvStored, in_pieces
 from services.handoff.leases import LeaseTable
 from services.handoff.service import layout_message
@@ -196,9 +196,9 @@ def _model_card(facts: ModelFacts) -> worker_pb2.ModelCard:
         tokenizer_config_json=facts.files.tokenizer_config_json,
         chat_template=facts.files.chat_template,
         images=_image_rules(facts.images) if facts.images else None,
-        embedding=_embedding_rules(facts.embedding) if facts.embedding else None,
+        embedding=model_pb2.EmbeddingRules(**asdict(facts.embedding)) if facts.embedding else None,
         engine_settings=dict(facts.settings),
-        image_generation=_image_generation(facts.drawing) if facts.drawing else None,
+        image_generation=model_pb2.ImageGeneration(**asdict(facts.drawing)) if facts.drawing else None,
     )
 
 
@@ -223,31 +223,6 @@ def _image_rules(rules: ImageRules) -> worker_pb2.ImageRules:
         tokens_per_image=rules.tokens_per_image,
         embedding_layout_digest=rules.embedding_layout.digest,
         encoder_fingerprint=rules.encoder_fingerprint,
-    )
-
-
-def _embedding_rules(rules: EmbeddingRules) -> model_pb2.EmbeddingRules:
-    return model_pb2.EmbeddingRules(
-        dimensions=rules.dimensions,
-        max_input_tokens=rules.max_input_tokens,
-        pooling=rules.pooling,
-        normalize=rules.normalize,
-    )
-
-
-def _image_generation(rules: DrawingRules) -> model_pb2.ImageGeneration:
-    return model_pb2.ImageGeneration(
-        width=rules.width,
-        height=rules.height,
-        steps=rules.steps,
-        guidance_scale=rules.guidance_scale,
-        size_multiple=rules.size_multiple,
-        max_pixels=rules.max_pixels,
-        max_steps=rules.max_steps,
-        max_number=rules.max_number,
-        max_prompt_characters=rules.max_prompt_characters,
-        negative_prompt=rules.negative_prompt,
-        previews=rules.previews,
     )
 
 

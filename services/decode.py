@@ -346,7 +346,7 @@ class TimedTokens:
         ids, end = self._generation.pull()
         if ids:
             if not self.generated:
-                self._clock.note_tokens()
+                self._clock.record_tokens()
             self.generated += len(ids)
         if end is None:
             return ids, False

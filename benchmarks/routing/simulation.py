@@ -15,7 +15,6 @@ from dataclasses import replace
 from benchmarks.routing.comparison import Plan, Result, compare, read_options, summary
 from benchmarks.routing.simulated.clock import StepCosts, Time
 from benchmarks.routing.simulated.prompts import answer_hashes, shortened
-from benchmarks.routing.simulated.pull_back import PullingBack
 from benchmarks.routing.simulated.router import SimulatedRouter
 from benchmarks.routing.simulated.worker import SimulatedWorker
 from devtools.bench.traces import TracedRequest
@@ -80,8 +79,6 @@ def costs_of(trace: Sequence[TracedRequest], plan: Plan) -> StepCosts:
 def policy_of(name: str, clock: Time, seed: int) -> Policy:
     if name == "predicted_seconds":
         return PredictedSeconds(clock=clock, seed=seed)
-    if name == "pulling_back":
-        return PullingBack(clock=clock, seed=seed)
     if name == "greedy_seconds":
         return GreedySeconds(clock=clock, seed=seed)
     return load_policy(RoutingConfig(policy=name))

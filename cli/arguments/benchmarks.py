@@ -3,7 +3,7 @@
 import argparse
 from typing import TypeAlias
 
-from cli.arguments.values import UINT32, UINT64, address, count, integer, not_negative, positive, share, span
+from cli.arguments.values import UINT32, UINT64, address, count, integer, not_negative, number_of, positive, share, span
 
 # The values of `baton bench replay --generate`.
 TRACES = ("mixed", "conversations", "agents", "system-prompts", "zipf", "sessions")
@@ -54,23 +54,12 @@ def _steps(parser: _Parser) -> None:
         "--output", "--osl", type=span, default=(128, 128), metavar="N[:N]", help="tokens of an answer (default: 128)"
     )
     parser.add_argument("--lengths", metavar="FILE", help="instead, a prompt's and an answer's tokens on each line")
-    parser.add_argument(
-        "--requests",
-        "--request-count",
-        type=count(UINT32),
-        default=200,
-        metavar="N",
-        help="of each step (default: 200)",
-    )
-    parser.add_argument(
-        "--warmup", type=integer(10_000), default=0, metavar="N", help="requests before the first step (default: 0)"
-    )
+    number_of(parser, "--requests", "--request-count", type=count(UINT32), default=200, help="of each step")
+    number_of(parser, "--warmup", type=integer(10000), default=0, help="requests before the first step")
 
 
 def _images(parser: _Parser) -> None:
-    parser.add_argument(
-        "--images", type=integer(64), default=0, metavar="N", help="of each request, which becomes a chat (default: 0)"
-    )
+    number_of(parser, "--images", type=integer(64), default=0, help="of each request, which becomes a chat")
     parser.add_argument(
         "--image-size",
         type=span,
@@ -78,43 +67,29 @@ def _images(parser: _Parser) -> None:
         metavar="N[:N]",
         help="the width and height in pixels (default: 256)",
     )
-    parser.add_argument(
-        "--image-repeat", type=share, default=0.0, metavar="SHARE", help="of images sent before (default: 0)"
-    )
+    number_of(parser, "--image-repeat", type=share, default=0.0, help="of images sent before", metavar="SHARE")
 
 
 def _one_or_several(parser: _Parser) -> None:
     parser.add_argument("--url", action="append", default=[], metavar="URL", help=f"{_URLS}; give two or more")
-    parser.add_argument(
-        "--rounds", type=count(1000), default=3, metavar="N", help="each begins with another server (default: 3)"
-    )
+    number_of(parser, "--rounds", type=count(1000), default=3, help="each begins with another server")
 
 
 def _replay(parser: _Parser) -> None:
     parser.add_argument("trace", nargs="?", metavar="TRACE", help="a file in Mooncake's format, perhaps .gz")
     parser.add_argument("--generate", choices=TRACES, help="a generated trace instead")
-    parser.add_argument("--requests", type=count(UINT32), default=1000, metavar="N", help="at most (default: 1000)")
-    parser.add_argument(
-        "--seconds", type=positive, default=300.0, metavar="N", help="of a generated trace (default: 300)"
-    )
-    parser.add_argument("--speedup", type=positive, default=1.0, metavar="X", help="times as fast (default: 1)")
-    parser.add_argument(
-        "--block-tokens", type=count(512), default=512, metavar="N", help="for each 512 of the trace (default: 512)"
-    )
-    parser.add_argument(
-        "--max-output", type=count(UINT32), default=1024, metavar="N", help="tokens of an answer (default: 1024)"
-    )
+    number_of(parser, "--requests", type=count(UINT32), default=1000, help="at most")
+    number_of(parser, "--seconds", type=positive, default=300.0, help="of a generated trace")
+    number_of(parser, "--speedup", type=positive, default=1.0, help="times as fast", metavar="X")
+    number_of(parser, "--block-tokens", type=count(512), default=512, help="for each 512 of the trace")
+    number_of(parser, "--max-output", type=count(UINT32), default=1024, help="tokens of an answer")
 
 
 def _common(parser: _Parser) -> None:
     parser.add_argument("--model", default="", help="required only if several models are served")
     parser.add_argument("--seed", type=integer(UINT64), default=1, metavar="N", help="default: 1")
-    parser.add_argument(
-        "--timeout", type=positive, default=300.0, metavar="SECONDS", help="of each request (default: 300)"
-    )
-    parser.add_argument(
-        "--wait", type=not_negative, default=0.0, metavar="SECONDS", help="for the server to be ready (default: 0)"
-    )
+    number_of(parser, "--timeout", type=positive, default=300.0, help="of each request", metavar="SECONDS")
+    number_of(parser, "--wait", type=not_negative, default=0.0, help="for the server to be ready", metavar="SECONDS")
     parser.add_argument(
         "--mode",
         choices=("agg", "disagg"),
@@ -145,5 +120,5 @@ def _profile(parser: _Parser) -> None:
     ):
         text = f"{what} (default: {' '.join(map(str, default))})"
         parser.add_argument(name, type=count(UINT32), nargs="+", default=default, metavar="N", help=text)
-    parser.add_argument("--answer", type=count(UINT32), default=64, metavar="N", help="tokens of each (default: 64)")
-    parser.add_argument("--repeats", type=count(1000), default=5, metavar="N", help="of each prompt (default: 5)")
+    number_of(parser, "--answer", type=count(UINT32), default=64, help="tokens of each")
+    number_of(parser, "--repeats", type=count(1000), default=5, help="of each prompt")

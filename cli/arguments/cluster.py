@@ -2,7 +2,7 @@
 
 import argparse
 
-from cli.arguments.values import UINT32, address, credentials, integer, positive
+from cli.arguments.values import UINT32, address, credentials, integer, number_of, positive
 from engine_protocol.roles import roles
 
 # The values of `baton up --mode`: aggregated, disaggregated, and encode, prefill and decode on separate workers.
@@ -24,24 +24,21 @@ def up(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--prefill", type=integer(64), metavar="N", help="number of prefill workers (default: by --mode)"
     )
-    parser.add_argument(
-        "--decode", type=integer(64), default=1, metavar="N", help="number of decode workers (default: 1)"
-    )
+    number_of(parser, "--decode", type=integer(64), default=1, help="number of decode workers")
     parser.add_argument("--encode", type=integer(64), metavar="N", help="number of encode workers (default: by --mode)")
     for role in other_roles():
         text = f"number of {role} workers (default: 0)"
         parser.add_argument(f"--{role}", type=integer(64), default=0, metavar="N", help=text)
-    parser.add_argument("--routers", type=integer(16), default=1, metavar="N", help="number of routers (default: 1)")
-    parser.add_argument(
-        "--router-processes", type=integer(64), default=1, metavar="N", help="processes of each router (default: 1)"
-    )
+    number_of(parser, "--routers", type=integer(16), default=1, help="number of routers")
+    number_of(parser, "--router-processes", type=integer(64), default=1, help="processes of each router")
     parser.add_argument("--envoy", action="store_true", help="start Envoy before the routers: adds gRPC-Web and JSON")
-    parser.add_argument(
+    number_of(
+        parser,
         "--openai",
         type=integer(2**16 - 1),
         default=8000,
+        help="port of OpenAI's API over HTTP, or another if it is taken; 0 serves none",
         metavar="PORT",
-        help="port of OpenAI's API over HTTP, or another if it is taken; 0 serves none (default: 8000)",
     )
     parser.add_argument(
         "--engine",
@@ -79,9 +76,7 @@ def workers(parser: argparse.ArgumentParser) -> None:
 
 def logs(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("names", nargs="*", metavar="NAME", help="such as router or prefill-0 (default: all)")
-    parser.add_argument(
-        "--lines", type=integer(UINT32), default=20, metavar="N", help="print the last N lines of each (default: 20)"
-    )
+    number_of(parser, "--lines", type=integer(UINT32), default=20, help="print the last N lines of each")
     parser.add_argument("--follow", action="store_true", help="keep printing new lines")
 
 

@@ -2,7 +2,7 @@
 
 import argparse
 
-from cli.arguments.values import UINT32, address, integer, positive
+from cli.arguments.values import UINT32, address, integer, number_of, positive
 
 
 def record(parser: argparse.ArgumentParser) -> None:
@@ -38,16 +38,8 @@ def traces(parser: argparse.ArgumentParser) -> None:
         "--otlp", default="127.0.0.1:4317", metavar="HOST:PORT", help="listen here for spans (OTLP/gRPC)"
     )
     parser.add_argument("--listen", default="127.0.0.1:16686", metavar="HOST:PORT", help="serve the page here")
-    parser.add_argument(
-        "--max-traces",
-        type=integer(UINT32),
-        default=10_000,
-        metavar="N",
-        help="keep at most N traces (default: 10000)",
-    )
-    parser.add_argument(
-        "--max-mib", type=integer(UINT32), default=128, metavar="N", help="keep at most N MiB of spans (default: 128)"
-    )
+    number_of(parser, "--max-traces", type=integer(UINT32), default=10000, help="keep at most N traces")
+    number_of(parser, "--max-mib", type=integer(UINT32), default=128, help="keep at most N MiB of spans")
 
 
 def trace(parser: argparse.ArgumentParser) -> None:
@@ -56,6 +48,6 @@ def trace(parser: argparse.ArgumentParser) -> None:
     )
     verify.add_argument("trace_id", metavar="TRACE_ID", help="from a log line or the page of `baton traces`")
     verify.add_argument("--url", help="a Jaeger query API (default: the local cluster's, or http://127.0.0.1:16686)")
-    verify.add_argument(
-        "--wait", type=positive, default=5.0, metavar="SECONDS", help="wait this long for spans to arrive (default: 5)"
+    number_of(
+        verify, "--wait", type=positive, default=5.0, help="wait this long for spans to arrive", metavar="SECONDS"
     )

@@ -3,6 +3,7 @@
 import argparse
 import math
 from collections.abc import Callable
+from typing import Any
 
 UINT32 = 2**32 - 1
 UINT64 = 2**64 - 1
@@ -80,6 +81,11 @@ def share(text: str) -> float:
     if not 0 <= (value := number(text)) <= 1:
         raise argparse.ArgumentTypeError(f"{text!r} is not between 0 and 1")
     return value
+
+
+def number_of(parser: argparse.ArgumentParser, *flags: str, default: float, help: str, **options: Any) -> None:
+    """Adds an option that takes a number, and says its default."""
+    parser.add_argument(*flags, default=default, help=f"{help} (default: {default:g})", **{"metavar": "N", **options})
 
 
 def address(parser: argparse.ArgumentParser) -> None:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from baton.errors import EngineFailed
 from devtools.bench.load import Load, Measured
 from devtools.bench.workload import Lengths, Planned, Workload
-from runtime.timing_profile import DecodePoint, PrefillPoint, TimingProfile
+from engine_protocol.timing_profile import DecodePoint, PrefillPoint, TimingProfile
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,10 +9,10 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 from baton.errors import ConfigError
 from devtools.doctor.finding import Finding, broken, warning, well
+from runtime.machine import available_bytes
 from runtime.network import is_free
 
 MEGABYTE = 2**20
@@ -76,9 +76,7 @@ def check_shared_memory() -> Iterator[Finding]:
 
 def check_memory() -> Iterator[Finding]:
     """Checks that there is enough free memory for two small workers."""
-    available = _available_megabytes()
-    if available is None:
-        return
+    available = available_bytes() // MEGABYTE
     if available < COMFORTABLE_MEGABYTES:
         yield warning(
             f"only {available} MiB of memory are free", "stop other processes, or run `make up ENGINE=simulated`"
@@ -98,15 +96,6 @@ def _read_from_another_process() -> bytes:
             return os.pread(file, 5, 0)
         finally:
             os.close(file)
-
-
-def _available_megabytes() -> int | None:
-    try:
-        lines = Path("/proc/meminfo").read_text().splitlines()
-    except OSError:
-        return None
-    kilobytes = next((line.split()[1] for line in lines if line.startswith("MemAvailable:")), None)
-    return None if kilobytes is None else int(kilobytes) * 1024 // MEGABYTE
 
 
 GIB = 2**30

@@ -174,14 +174,14 @@ class ChoiceStream:
 
     def _open(self, index: int) -> bytes:
         self._opened.add(index)
-        self._note(index, "o")
+        self._record(index, "o")
         delta = '"delta": {"role": "assistant", "content": ""}'
         return self._choice(index, f'{delta}, "logprobs": null, "finish_reason": null')
 
     def _finish(self, index: int, reason: sampling_pb2.FinishReason.ValueType) -> bytes:
         self._ended.add(index)
         opening = b"" if self._answering.kind == "text" or index in self._opened else self._open(index)
-        self._note(index, "f")
+        self._record(index, "f")
         named = json.dumps(finish_reason(reason, has_calls=index in self._calls))
         body = '"delta": {}' if self._answering.kind == "chat" else '"text": ""'
         return opening + self._choice(index, f'{body}, "logprobs": null, "finish_reason": {named}')
@@ -189,7 +189,7 @@ class ChoiceStream:
     async def _end(self, finished: generate_pb2.Finished) -> None:
         last = b"" if self._ended else self._finish(0, finished.reason)
         if self._wants_usage:
-            self._note(0, "u")
+            self._record(0, "u")
             last += event({**self._head, "choices": [], "usage": usage(finished.usage)})[:-1] + (
                 b"\n" if self._ids is None else self._ids.line()
             )
@@ -203,7 +203,7 @@ class ChoiceStream:
             b"\n" if self._ids is None else self._ids.line(),
         )
 
-    def _note(self, index: int, state: str) -> None:
+    def _record(self, index: int, state: str) -> None:
         if self._ids is not None:
             self._ids.positions[index].state = state
 

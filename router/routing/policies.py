@@ -13,12 +13,12 @@ from typing import Any
 
 from baton.errors import ConfigError
 from discovery.record import steps_apart
+from engine_protocol.timing_profile import read_timing_profile
 from router.config import RoutingConfig
 from router.routing.policy import Candidates, IgnoredProgress, Placement, Policy, RoutingRequest, W
 from router.routing.prefix.cost import Nearness, Priors, priors_of
 from router.routing.prefix.predicted import PredictedSeconds
 from router.routing.scoring import Preferences, Scored, pick, score_workers
-from runtime.timing_profile import read_timing_profile
 
 _GROUP = "baton.policies"
 

@@ -106,7 +106,7 @@ W = TypeVar("W", bound=WorkerView)
 class PromptBlocks:
     """The full KV blocks of a prompt, in their order.
 
-    `keys` are the first eight bytes of each block's hash in the chain of `runtime.prefix_hash`, as a number.
+    `keys` are the first eight bytes of each block's hash in the chain of `engine_protocol.prefix_hash`, as a number.
     """
 
     keys: Sequence[int]

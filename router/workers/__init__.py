@@ -1,6 +1,7 @@
 """The workers as this router sees them.
 
-cluster.py       Cluster: all registered workers, and the models that they serve
+cluster.py       Cluster: the registered workers, and the models that they serve
+members.py       Members: watches each registered worker until it leaves; its model card
 handle.py        WorkerHandle: one worker's stubs, health and load; its calls share a stream if it offers that
 calls.py         WorkerCalls: the Prefill, Decode and Release calls of one request
 role_calls.py    a call of a role to one worker after another, until one has answered

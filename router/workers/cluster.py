@@ -1,19 +1,14 @@
-"""The registered workers, each one watched by the router itself, and the models that they serve."""
+"""The registered workers as requests and operators see them, and the models that they serve."""
 
 import asyncio
-import hashlib
 from collections import Counter
-from collections.abc import AsyncGenerator, Collection, Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import aclosing, asynccontextmanager
-from dataclasses import dataclass, field, replace
+from collections.abc import AsyncGenerator, Iterable, Iterator, Sequence
+from contextlib import AbstractAsyncContextManager, aclosing, asynccontextmanager
 from functools import partial
 
 import structlog
 
-from baton.engine.v1 import worker_pb2
 from baton.errors import (
-    EngineFailed,
     InvalidRequest,
     ModelNotFound,
     NoWorker,
@@ -22,49 +17,23 @@ from baton.errors import (
     Unauthenticated,
 )
 from baton.inference.v1 import generate_pb2, lora_pb2
-from discovery.backoff import Backoff
 from discovery.membership import Latest
 from discovery.pairing import partly_unpaired, unpaired
-from discovery.record import LORA, Domain
+from discovery.record import Domain
 from discovery.registry import Registry, WorkerRecord
 from engine_protocol.multiplex.peer_stream import StreamDialer
 from engine_protocol.roles import completing, roles
 from router.config import ProbeConfig
 from router.telemetry import metrics
 from router.text.served_model import ServedModel
-from router.workers.handle import WorkerHandle, connect
+from router.workers.handle import LoadCard, WorkerHandle, connect
 from router.workers.loras import SEPARATOR, find_lora, has_lora, split_name
+from router.workers.members import Members
 from rpc.channels import Dial
 from runtime.aio import TaskGroup
-from runtime.clock import monotonic
 from runtime.lasting import lasting
 
 log = structlog.get_logger(__name__)
-
-_CARD_SECONDS = 60.0  # a vocabulary of 250,000 tokens takes 2 s
-# For so long a worker of the first view may leave names uncertain: it has 30 s to send its card, and reading that 60 s.
-_TELLING_SECONDS = 90.0
-_LONGEST_REASON = 300  # characters of what a card's reading raised
-
-
-@dataclass(slots=True, eq=False)
-class _Member:
-    """A worker of one epoch, from its first record until it leaves."""
-
-    record: WorkerRecord
-    worker: WorkerHandle | None = None
-    leave: asyncio.Event = field(default_factory=asyncio.Event)
-    since: float = field(default_factory=monotonic)
-
-    def is_untold(self, models: Collection[str]) -> bool:
-        """True while its model, or if it is one of `models` its adapters, are not known and may be soon."""
-        worker = self.worker
-        if monotonic() >= self.since + _TELLING_SECONDS:
-            return False
-        if worker is None or worker.health.awaits_card:
-            return not self.leave.is_set()
-        tells_loras = self.record.model in models and LORA in self.record.capabilities
-        return tells_loras and not (worker.loras.is_reported or worker.problem)
 
 
 class Cluster:
@@ -81,15 +50,12 @@ class Cluster:
         stream_dialer: StreamDialer | None = None,
         handoff_within: Domain | None = None,
     ) -> None:
+        def connected(record: WorkerRecord, load_card: LoadCard) -> AbstractAsyncContextManager[WorkerHandle]:
+            return connect(record, dial, probe, load_card, self._refresh, stream_dialer)
+
         self._within = handoff_within
-        self._group = group
-        self._stream_dialer = stream_dialer
-        self._dial = dial
-        self._probe = probe
-        self._members: dict[tuple[str, int, str], _Member] = {}
-        self._first: frozenset[tuple[str, int, str]] | None = None  # the members of the first view of the registry
+        self._members = Members(group, connected, self._refresh)
         self._models: dict[str, ServedModel] = {}
-        self._cards: dict[str, tuple[bytes, asyncio.Future[ServedModel]]] = {}
         self._ready: Latest[bool] = Latest()
         self._changed = asyncio.Event()
         self._version = 0
@@ -97,12 +63,12 @@ class Cluster:
     @property
     def version(self) -> int:
         """Another number after each change of the workers, their records or their health; not of their load."""
-        return self._version
+        return self._version + self._members.connected
 
     @property
     def workers(self) -> tuple[WorkerHandle, ...]:
         """Every worker that is watched, ready or not."""
-        return tuple([member.worker for member in self._members.values() if member.worker])
+        return self._members.workers
 
     @property
     def models(self) -> tuple[ServedModel, ...]:
@@ -134,16 +100,15 @@ class Cluster:
 
     def require_registry(self) -> None:
         """Raises RouterStarting until the registry has been read."""
-        if self._first is None:
+        if not self._members.is_known:
             raise RouterStarting("this router has just started, and has not read the registry yet")
 
     def _require_first_view(self, name: str) -> None:
         """Raises RouterStarting while the workers of the first view may still tell that they serve this name."""
         self.require_registry()
         models = {model for model, _ in split_name(name)}
-        for key in self._first or ():
-            if (member := self._members.get(key)) and member.is_untold(models):
-                raise RouterStarting(f"this router has just started, and worker {key[0]} has not told its models yet")
+        if worker_id := self._members.untold(models):
+            raise RouterStarting(f"this router has just started, and worker {worker_id} has not told its models yet")
 
     def lora(self, request: generate_pb2.GenerateRequest, model: ServedModel) -> lora_pb2.LoraAdapter | None:
         """The adapter that a request for this model names; None if it names none. Raises as `find_lora`."""
@@ -179,77 +144,19 @@ class Cluster:
         """Follows the registry, until cancelled. Raises Unauthenticated or PermissionDenied as its watch does."""
         await lasting("registry", partial(self._follow, registry), (Unauthenticated, PermissionDenied))
 
+    def close(self) -> None:
+        """Stops watching all workers."""
+        self._members.close()
+
     async def _follow(self, registry: Registry) -> None:
         async with aclosing(registry.watch()) as views:
             async for records in views:
-                self._update(records)
-
-    def close(self) -> None:
-        """Stops watching all workers."""
-        for member in self._members.values():
-            member.leave.set()
-
-    def _update(self, records: tuple[WorkerRecord, ...]) -> None:
-        seen = {_key(record): record for record in records}
-        if self._first is None:
-            self._first = frozenset(seen)
-        for key, member in self._members.items():
-            if key in seen:
-                # What is kept for each rank is as of the first record: a process does not change how many it has.
-                member.record = replace(seen[key], data_parallel_ranks=member.record.data_parallel_ranks)
-            else:
-                member.leave.set()
-        for key, record in seen.items():
-            known = self._members.get(key)
-            # One that leaves has calls that still run, and may be back before they end.
-            if known is None or known.leave.is_set():
-                member = self._members[key] = _Member(record)
-                self._group.create_task(self._host(key, member))
-        self._refresh()
-
-    async def _host(self, key: tuple[str, int, str], member: _Member) -> None:
-        """Watches a worker until it leaves. Errors of one worker do not affect the others."""
-        backoff = Backoff()
-        while self._members.get(key) is member:
-            watching = asyncio.ensure_future(self._watch(key, member))
-            try:
-                await asyncio.wait([watching])
-            finally:
-                watching.cancel()
-            if watching.cancelled() or watching.exception() is None:
-                continue
-            error = watching.exception()
-            self._first = (self._first or frozenset()) - {key}
-            log.error("worker cannot be watched", worker_id=member.record.worker_id, exc_info=error)
-            if member.worker is not None:
-                member.worker.health.mark_unhealthy(f"it cannot be watched: {_reason(error)}")
-            if member.leave.is_set():
-                self._forget(key, member)
-                return
-            await asyncio.sleep(backoff.next_seconds())
-
-    async def _watch(self, key: tuple[str, int, str], member: _Member) -> None:
-        async with connect(
-            member.record, self._dial, self._probe, self._load_card, self._refresh, self._stream_dialer
-        ) as worker:
-            member.worker = worker
-            self._version += 1
-            await member.leave.wait()
-            log.info("worker left", worker_id=member.record.worker_id, problem=worker.problem)
-            self._forget(key, member)
-
-    def _forget(self, key: tuple[str, int, str], member: _Member) -> None:
-        if self._members.get(key) is member:
-            del self._members[key]
-        self._refresh()
+                self._members.update(records)
 
     def _refresh(self) -> None:
         """Updates everything that depends on the records or on a worker's health."""
         self._version += 1
-        for member in self._members.values():
-            if member.worker is None:
-                continue
-            member.worker.record = member.record
+        self._members.adopt_records()
         # The cards of decode workers win: every generation ends on one.
         for worker in sorted(self.workers, key=lambda worker: "decode" in worker.record.roles):
             if worker.model:
@@ -263,7 +170,7 @@ class Cluster:
 
     def _record_unpaired(self) -> None:
         """Warns once of each worker that fits no other for a handoff: its requests would silently run on one worker."""
-        problems = unpaired(self._records(), self._within)
+        problems = unpaired(self._members.records, self._within)
         for worker in self.workers:
             found = problems.get(worker.record.process)
             problem = found.problem if found else ""
@@ -273,21 +180,9 @@ class Cluster:
             worker.unpaired = problem
         metrics.observe_unpaired(role for worker in self.workers if worker.unpaired for role in worker.record.roles)
 
-    def _records(self) -> list[WorkerRecord]:
-        return [member.record for member in self._members.values() if not member.leave.is_set()]
-
     async def pairing_problems(self) -> dict[str, list[str]]:
         """The pairs that cannot hand over, in words, by `WorkerRecord.process`."""
-        return await asyncio.to_thread(partly_unpaired, self._records(), self._within)
-
-    def _load_card(self, card: worker_pb2.ModelCard) -> "asyncio.Future[ServedModel]":
-        """Loads the model of a card. Workers with equal cards share it."""
-        digest = hashlib.sha256(card.SerializeToString(deterministic=True)).digest()
-        known, future = self._cards.get(card.name, (b"", None))
-        if future is None or known != digest:
-            future = asyncio.ensure_future(_read(card))
-            self._cards[card.name] = (digest, future)
-        return asyncio.shield(future)
+        return await asyncio.to_thread(partly_unpaired, self._members.records, self._within)
 
     @property
     def _of_text(self) -> tuple[ServedModel, ...]:
@@ -318,30 +213,6 @@ async def watch_cluster(
         finally:
             following.cancel()
             cluster.close()
-
-
-async def _read(card: worker_pb2.ModelCard) -> ServedModel:
-    """Reads a card in a thread of its own, so that a slow one delays neither other cards nor requests.
-
-    Raises EngineFailed for every error, since a card is untrusted data.
-    """
-    thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="card")
-    reading = asyncio.get_running_loop().run_in_executor(thread, ServedModel.from_card, card)
-    thread.shutdown(wait=False)
-    done, _ = await asyncio.wait([reading], timeout=_CARD_SECONDS)
-    if not done:
-        raise EngineFailed(f"the card of {card.name} cannot be used: it was not read within {_CARD_SECONDS:g} s")
-    if (error := reading.exception()) is not None:
-        raise EngineFailed(f"the card of {card.name} cannot be used: {_reason(error)}") from error
-    return reading.result()
-
-
-def _reason(error: BaseException | None) -> str:
-    return f"{type(error).__name__}: {error}"[:_LONGEST_REASON]
-
-
-def _key(record: WorkerRecord) -> tuple[str, int, str]:
-    return (record.worker_id, record.epoch, record.address)
 
 
 def _roles_and_states(workers: Iterable[WorkerHandle]) -> Iterator[tuple[str, str]]:

@@ -13,7 +13,7 @@ from functools import lru_cache
 import numpy as np
 import numpy.typing as npt
 
-from runtime.prefix_hash import HASH_BYTES
+from engine_protocol.prefix_hash import HASH_BYTES
 from services.engines.kv import BlockMemory, KvLayout
 
 SEAL_BYTES = 64

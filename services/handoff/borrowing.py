@@ -234,7 +234,7 @@ class _Loan:
             corrupt(memory, destination)
         self._checked, damage = await asyncio.to_thread(self._intact, destination, self._missing)
         if damage is not None:
-            self._note(damage)
+            self._record_damage(damage)
         await self._call.faults.inject("borrowed")
 
     async def cache(self, pool: Pool) -> None:
@@ -274,7 +274,7 @@ class _Loan:
                 return index, damage
         return len(digests), None
 
-    def _note(self, damage: DamagedBlock) -> None:
+    def _record_damage(self, damage: DamagedBlock) -> None:
         self.is_damaged = True
         DAMAGED_BLOCKS.labels("peer").inc()
         log.warning(

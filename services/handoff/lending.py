@@ -5,9 +5,9 @@ from collections.abc import Sequence
 
 from baton.engine.v1 import handoff_pb2
 from baton.errors import FieldViolation, HandoffLost, InvalidRequest, Overloaded, Unsupported
+from engine_protocol.prefix_hash import HASH_BYTES
 from rpc.auth.caller import certificate
 from runtime.aio import run_to_completion
-from runtime.prefix_hash import HASH_BYTES
 from services.engines.base import Engine, LendsPrefixes
 from services.engines.seals import BlockContents, Sealer
 from services.handoff.leases import Lease, LeaseTable

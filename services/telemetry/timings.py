@@ -124,10 +124,10 @@ class DecodeClock:
         """Notes an event of the engine; returns it, Finished with this worker's times of the stages."""
         if isinstance(event, Finished):
             return self.completed(event)
-        self.note_tokens()
+        self.record_tokens()
         return event
 
-    def note_tokens(self) -> None:
+    def record_tokens(self) -> None:
         """Notes that tokens have come."""
         self.first_at = self.first_at or perf_counter()
 

@@ -6,6 +6,7 @@ The owner takes no part. Mapped memory stays while a reader has it open, even af
 import asyncio
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict
 
 import structlog
 
@@ -48,16 +49,7 @@ async def _endpoint(memory: BlockMemory) -> Endpoint | None:
     except DeviceUnavailable as error:
         log.warning("cuda_ipc does not offer this pool", reason=str(error))
         return None
-    cuda_ipc = handoff_pb2.CudaIpcEndpoint(
-        host_id=host_id(),
-        device=export.device,
-        handle=export.handle,
-        offset=export.offset,
-        size=export.size,
-        process=export.process,
-        address=export.address,
-    )
-    return Endpoint(cuda_ipc=cuda_ipc)
+    return Endpoint(cuda_ipc=handoff_pb2.CudaIpcEndpoint(host_id=host_id(), **asdict(export)))
 
 
 class CudaIpcTransport(Transport):

@@ -14,8 +14,8 @@ from support.cluster.in_process import PATIENT, bench, simulated
 from baton.errors import ConfigError
 from baton.inference.v1 import cluster_service_pb2, generate_pb2, sampling_pb2
 from cli.arguments import parse
+from engine_protocol.timing_profile import read_timing_profile
 from router.config import RoutingConfig
-from runtime.timing_profile import read_timing_profile
 from services.engines.simulated.config import SimulatedConfig
 from services.engines.simulated.engine import SimulatedEngine
 

@@ -20,9 +20,9 @@ from support.eventually import PATIENCE_SECONDS, eventually
 from support.images.demo_questions import as_prompt, questions
 
 from baton.inference.v1 import cluster_service_pb2, generate_pb2, sampling_pb2
+from engine_protocol.timing_profile import DecodePoint, PrefillPoint, TimingProfile
 from router.config import RouterConfig, RoutingConfig
 from runtime.aio import timeout
-from runtime.timing_profile import DecodePoint, PrefillPoint, TimingProfile
 from services.config import HandoffConfig, WorkerConfig
 
 __all__ = ["baton", "environment"]

@@ -24,9 +24,9 @@ from baton.errors import (
     Unsupported,
 )
 from baton.inference.v1 import cluster_service_pb2, sampling_pb2, timing_pb2
+from engine_protocol.prefix_hash import block_hashes
 from rpc.channels import open_channel
 from runtime.aio import timeout
-from runtime.prefix_hash import block_hashes
 
 
 async def test_the_card_has_all_that_a_router_needs(prefill: Running) -> None:

@@ -6,7 +6,6 @@ from baton.inference.v1 import generate_pb2, timing_pb2
 from benchmarks.routing.comparison import Answer, Plan
 from benchmarks.routing.simulated.clock import StepCosts, Time
 from benchmarks.routing.simulated.prompts import prompt_of, shortened
-from benchmarks.routing.simulated.pull_back import PullingBack
 from benchmarks.routing.simulated.worker import Job, SimulatedWorker
 from devtools.bench.traces import TracedRequest
 from router.routing.policy import Candidates, KnownLoras, Placement, Policy, PromptBlocks, RoutingRequest
@@ -128,23 +127,7 @@ class _Run:
             here.answer_hashes = job.answer_hashes
         else:
             here = Job(job.tokens, job.hashes, 0, self._prefilled)
-        pulled, seconds = self._pull_back(here)
-        if pulled:
-            self._time.later(self._costs.hop_seconds + seconds, lambda: self._runs_on.worker.receive(pulled))
-        self._time.later(self._costs.hop_seconds + seconds, lambda: self._runs_on.worker.enqueue(here))
-
-    def _pull_back(self, here: Job) -> tuple[Sequence[bytes], float]:
-        """The first blocks of a prompt if they are to come from the decode worker, and how long that takes."""
-        prediction, worker = self._placement.prediction, self._runs_on.worker
-        if self._placement.prefill is None or prediction is None or not isinstance(self._router.policy, PullingBack):
-            return (), 0.0
-        have = len(worker.blocks.match(here.hashes))
-        there = len(self._placement.decode.worker.blocks.match(here.hashes))
-        count = min(there, prediction.cached_tokens // self._costs.block_tokens)
-        if count <= have:
-            return (), 0.0
-        seconds = self._costs.move_seconds + (count - have) * self._costs.block_bytes / self._costs.bytes_per_second
-        return here.hashes[:count], seconds
+        self._time.later(self._costs.hop_seconds, lambda: self._runs_on.worker.enqueue(here))
 
     def _send(self, view: View, tokens: int) -> None:
         view.own_requests.add(1)

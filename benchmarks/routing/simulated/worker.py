@@ -85,17 +85,6 @@ class SimulatedWorker:
         self._tell()
         self._step_if_idle()
 
-    def receive(self, hashes: Sequence[bytes]) -> None:
-        """Blocks that were pulled from another worker are cached from now on, if there is room."""
-        cached = self.blocks.match(hashes)
-        taken = self.blocks.take(cached, len(hashes) - len(cached))
-        if taken is None:
-            return
-        for block_id, block_hash in zip(taken, hashes, strict=True):
-            self.blocks.register(block_id, block_hash)
-        self.blocks.release(taken)
-        self._tell()
-
     def _grant(self) -> None:
         while self._claims:
             job, granted = self._claims[0]

@@ -18,7 +18,7 @@ from devtools.bench.profile import ProfilePlan, Profiler, profile_table
 from devtools.bench.report import Summary, Targets, summarize
 from devtools.bench.traces import BLOCK_TOKENS, generate_trace, read_trace
 from devtools.bench.workload import Planned, Workload, of_trace
-from runtime.timing_profile import TimingProfile
+from engine_protocol.timing_profile import TimingProfile
 
 
 async def run(arguments: argparse.Namespace) -> int:

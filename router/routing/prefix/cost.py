@@ -4,11 +4,11 @@ from dataclasses import dataclass, field
 
 from discovery.pairing import can_hand_over
 from discovery.record import Domain, WorkerRecord, steps_apart
+from engine_protocol.timing_profile import TimingProfile
 from router.routing.latency import Clock
 from router.routing.prefix.prefix_caches import Cache
 from router.routing.prefix.work import RankWork, WorkShares
 from runtime.clock import monotonic
-from runtime.timing_profile import TimingProfile
 
 # How much of a measurement's weight is left when the next one comes.
 _KEPT = 0.97

@@ -1,7 +1,7 @@
 """Which workers hold which KV blocks: one index for all workers, searched once for each prompt.
 
-A block is named by the hash chain of `runtime.prefix_hash`; its key here is the first eight bytes of that hash. Two
-blocks with equal keys count as one: among a million blocks the probability is 3e-8, and the consequence is a wrong
+A block is named by the hash chain of `engine_protocol.prefix_hash`; its key here is the first eight bytes of that hash.
+Two blocks with equal keys count as one: among a million blocks the probability is 3e-8, and the consequence is a wrong
 estimate, never a wrong token. A *holder* is one prefix cache, of a worker's data-parallel rank.
 """
 

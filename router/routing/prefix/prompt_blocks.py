@@ -5,10 +5,10 @@ from functools import lru_cache
 from itertools import chain
 from typing import overload
 
+from engine_protocol.prefix_hash import TOKEN_BYTES, block_hashes, extend_chain, root_hash, token_bytes
 from router.routing.policy import NO_BLOCKS, PromptBlocks, RoutingRequest
 from router.routing.prefix.kv_index import block_keys, chain_keys
 from router.text.served_model import ServedModel
-from runtime.prefix_hash import TOKEN_BYTES, block_hashes, extend_chain, root_hash, token_bytes
 
 # Most requests have the same salt and adapter: none.
 _root_hash = lru_cache(256)(root_hash)

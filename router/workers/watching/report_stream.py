@@ -28,21 +28,21 @@ class ReportStream:
         return self
 
     def __exit__(self, *exception: object) -> None:
-        self._note(is_lost=False)
+        self._record(is_lost=False)
 
     def arrived(self) -> None:
         """Notes a report: the stream is not lost, or no longer."""
         if self._is_lost:
             log.info("a worker's reports arrive again", reports=self._reports, worker_id=self._worker_id)
-            self._note(is_lost=False)
+            self._record(is_lost=False)
 
     def lost(self, reason: str) -> None:
         """Notes that the stream has ended though the worker is registered, or that it could not be begun."""
         if not self._is_lost:
             log.warning("a worker's reports are lost", reports=self._reports, worker_id=self._worker_id, reason=reason)
-            self._note(is_lost=True)
+            self._record(is_lost=True)
 
-    def _note(self, *, is_lost: bool) -> None:
+    def _record(self, *, is_lost: bool) -> None:
         self._lost.inc(is_lost - self._is_lost)
         self._is_lost = is_lost
 

@@ -5,8 +5,8 @@ from collections.abc import Callable
 from collections.abc import Sequence as Items
 
 from baton.errors import BatonError
+from engine_protocol.prefix_hash import block_hash, block_hashes, media_key, root_hash
 from runtime.clock import monotonic
-from runtime.prefix_hash import block_hash, block_hashes, media_key, root_hash
 from services.engines.answer import Finished, FinishReason, TokenLogprob, Tokens
 from services.engines.base import PromptProgress
 from services.engines.prompt import Prompt, Sampling

@@ -4,7 +4,7 @@ from collections.abc import Sequence as Items
 from pathlib import Path
 from typing import Protocol
 
-from runtime.timing_profile import TimingProfile, read_timing_profile
+from engine_protocol.timing_profile import TimingProfile, read_timing_profile
 from services.engines.simulated.config import SimulatedConfig
 from services.engines.simulated.sequence import Sequence
 

@@ -8,7 +8,6 @@ resolved_args.py  the arguments in effect, their sources, and their checks
 package.py        the installed package: imports, versions, calls
 loading.py        loads and shuts down TensorRT-LLM's objects
 model_facts.py    model facts from the checkpoint and the arguments
-dump_schema.py    a command that prints what an installed version accepts
 
 requests/         a request to TensorRT-LLM and back
 monitoring/       statistics, metrics and KV events

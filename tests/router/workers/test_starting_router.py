@@ -23,7 +23,7 @@ from baton.inference.v1 import generate_pb2, inference_service_pb2_grpc, model_p
 from discovery.memory import MemoryRegistry
 from discovery.record import WorkerRecord
 from router.server import Router, host_router
-from router.workers import cluster
+from router.workers import members
 from rpc.channels import open_channel
 from rpc.health import Health
 from rpc.server import Service, serve
@@ -154,7 +154,7 @@ async def test_a_name_is_unknown_once_the_workers_that_were_there_have_told_thei
 
 
 async def test_names_are_not_uncertain_for_ever(hesitating: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cluster, "_TELLING_SECONDS", 0.0)
+    monkeypatch.setattr(members, "_TELLING_SECONDS", 0.0)
     registry = MemoryRegistry("test")
     record = WorkerRecord("w2", 1, hesitating, ("decode",), "late", "simulated", "layout", 1024)
     async with AsyncExitStack() as stack:

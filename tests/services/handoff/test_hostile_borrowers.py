@@ -13,9 +13,9 @@ from support.eventually import PATIENCE_SECONDS, eventually
 from baton.calls import unary
 from baton.engine.v1 import handoff_pb2, handoff_pb2_grpc, prefill_pb2
 from baton.errors import InvalidRequest, Overloaded, Unsupported
+from engine_protocol.prefix_hash import block_hashes
 from rpc.health import Health
 from rpc.server import Service, serve
-from runtime.prefix_hash import block_hashes
 from services.config import HandoffConfig
 from services.engines.seals import BlockContents, Sealer
 from services.engines.simulated.engine import SimulatedEngine

@@ -1,11 +1,9 @@
 """A prompt's beginning, borrowed from another worker's prefix cache: the same ids, or computed, and no block lost."""
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import replace
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack
 from pathlib import Path
-from typing import Any
 
 import pytest
 from support.clients.scraping import since
@@ -13,52 +11,15 @@ from support.clients.worker_calls import Decoded, calls_to, decode_request, prom
 from support.clock import ManualClock
 from support.cluster.workers import LEASE_SECONDS, Running, Starter, worker_process
 from support.eventually import PATIENCE_SECONDS, eventually
+from support.servers.prefix_loans import BLOCK_TOKENS, FULL, LONG, compute, nothing_is_left, prefill_from, source
 from support.transports.nixl import NIXL
 
 from baton.calls import unary
-from baton.engine.v1 import decode_pb2, handoff_pb2, handoff_pb2_grpc, prefill_pb2
-from baton.errors import InvalidRequest, LayoutMismatch, StaleEpoch
+from baton.engine.v1 import decode_pb2, handoff_pb2, prefill_pb2
 from baton.inference.v1 import timing_pb2
 from engine_protocol.fault_injection import FAULT_KEY
-from rpc.health import Health
-from rpc.server import Service, serve
-from runtime.prefix_hash import block_hashes
-from services.engines.kv import KvLayout
-from services.engines.seals import BlockContents, DamagedBlock, Sealer
 
 TRANSPORTS = ("shm", NIXL, "tcp")
-Change = Callable[[handoff_pb2.LendPrefixResponse], object]
-BLOCK_TOKENS = 16
-LONG = bytes(range(200))  # twelve full blocks, and a half
-FULL = len(LONG) // BLOCK_TOKENS
-
-
-def source(lender: Running, num_blocks: int = FULL, **fields: object) -> handoff_pb2.PrefixSource:
-    worker = lender.worker
-    hint = handoff_pb2.PrefixSource(
-        worker_id=worker.worker_id, epoch=worker.epoch, address=worker.address, num_blocks=num_blocks
-    )
-    hint.MergeFrom(handoff_pb2.PrefixSource(**fields))  # type: ignore[arg-type]
-    return hint
-
-
-async def prefill_from(
-    borrower: Running, hint: handoff_pb2.PrefixSource | None, text: bytes = LONG, fault: str = "", **asked: str
-) -> prefill_pb2.PrefillResponse:
-    request = prefill_pb2.PrefillRequest(
-        request_id=asked.get("request_id", "r"), prompt=prompt(text), sampling=sampling(), prefix_source=hint
-    )
-    request.prompt.cache_salt = asked.get("salt", "")
-    metadata = [(FAULT_KEY, fault)] if fault else ()
-    response = await unary(borrower.calls.prefills.Prefill(request, timeout=PATIENCE_SECONDS, metadata=metadata))
-    await borrower.calls.release(response.handoff)
-    return response
-
-
-async def compute(worker: Running, text: bytes = LONG, salt: str = "") -> int:
-    """Leaves a prompt in a worker's prefix cache; returns the first token."""
-    response = await prefill_from(worker, None, text, salt=salt, request_id="own")
-    return response.handoff.first_token.token_id
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
@@ -285,156 +246,6 @@ async def test_prompts_that_begin_alike_borrow_their_beginning_once(start: Start
         asked = [prefill_from(borrower, hint, request_id=f"r{turn}") for turn in range(8)]
         peer = [each.handoff.usage.peer_cached_tokens for each in await asyncio.gather(*asked)]
         assert sorted(peer) == [0] * 7 + [FULL * BLOCK_TOKENS]
-
-
-async def test_lent_blocks_are_not_evicted_until_they_are_released(start: Starter) -> None:
-    async with start("prefill", num_blocks=32) as lender:
-        await compute(lender)
-        loan = await lend(lender, hashes(LONG))
-        before = [bytes(view) for view in lender.worker.engine.memory.read(loan.block_ids)]
-        for number in range(6):
-            await compute(lender, bytes([number]) * 150)
-        assert [bytes(view) for view in lender.worker.engine.memory.read(loan.block_ids)] == before
-        assert lender.blocks_held == FULL
-        await lender.calls.release(handoff_pb2.KvHandoff(handoff_id=loan.handoff_id, epoch=lender.worker.epoch))
-        assert lender.blocks_used == 0
-
-
-async def test_seals_name_what_was_lent(prefill: Running) -> None:
-    await compute(prefill)
-    loan = await lend(prefill, hashes(LONG))
-    engine = prefill.worker.engine
-    digests = engine.digest(loan.block_ids)
-    sealer = Sealer(engine.facts.layout, prefill.worker.epoch)
-    for seal, name, digest in zip(loan.seals, hashes(LONG), digests, strict=True):
-        sealer.check(seal, BlockContents(name, BLOCK_TOKENS), digest)
-        for wrong in (BlockContents(name[::-1], BLOCK_TOKENS), BlockContents(name, BLOCK_TOKENS - 1)):
-            with pytest.raises(DamagedBlock):
-                sealer.check(seal, wrong, digest)
-        with pytest.raises(DamagedBlock):
-            Sealer(engine.facts.layout, prefill.worker.epoch + 1).check(seal, BlockContents(name, 16), digest)
-
-
-def _sealed_by(lender: Running, epoch: int = 0, layout: KvLayout | None = None) -> Change:
-    """Seals as of another process, or of another layout."""
-    engine = lender.worker.engine
-
-    def seal(loan: handoff_pb2.LendPrefixResponse) -> None:
-        sealer = Sealer(layout or engine.facts.layout, epoch or lender.worker.epoch)
-        digests = engine.digest(loan.block_ids)
-        names = [BlockContents(name, BLOCK_TOKENS) for name in hashes(LONG)]
-        loan.seals[:] = [sealer.seal(name, digest) for name, digest in zip(names, digests, strict=True)]
-
-    return seal
-
-
-CHANGES: dict[str, Callable[[Running], Change]] = {
-    "another epoch": lambda lender: _sealed_by(lender, epoch=lender.worker.epoch + 1),
-    "another model": lambda lender: _sealed_by(lender, layout=replace(lender.worker.engine.facts.layout, model="x")),
-    "another layout": lambda lender: _sealed_by(lender, layout=replace(lender.worker.engine.facts.layout, kv_heads=9)),
-    "seals in another order": lambda _: lambda loan: loan.seals.reverse(),
-    "blocks in another order": lambda _: lambda loan: loan.block_ids.reverse(),
-    "blocks that do not exist": lambda _: lambda loan: loan.block_ids.__setitem__(0, 10**6),
-    "a block twice": lambda _: lambda loan: loan.block_ids.__setitem__(1, loan.block_ids[0]),
-    "a torn seal": lambda _: lambda loan: loan.seals.__setitem__(0, loan.seals[0][:40]),
-    "a seal that is too long": lambda _: lambda loan: loan.seals.__setitem__(0, loan.seals[0] + b"x"),
-    "too few seals": lambda _: lambda loan: loan.seals.pop(),
-    "too many blocks": lambda _: lambda loan: (loan.block_ids.append(63), loan.seals.append(b"x" * 64)),
-    "no blocks": lambda _: lambda loan: (loan.block_ids.clear(), loan.seals.clear()),
-    "no lease": lambda _: lambda loan: loan.lease.Clear(),
-    "another lease": lambda _: lambda loan: loan.MergeFrom(handoff_pb2.LendPrefixResponse(handoff_id="y" * 32)),
-}
-
-
-@pytest.mark.parametrize("change", CHANGES)
-async def test_a_lender_that_answers_wrong_changes_no_token(start: Starter, change: str) -> None:
-    async with start("prefill") as lender, start("prefill") as borrower:
-        first = await compute(lender)
-        async with between(lender, CHANGES[change](lender)) as address:
-            response = await prefill_from(borrower, source(lender, address=address))
-        assert response.handoff.first_token.token_id == first
-        assert response.handoff.usage.cached_tokens in (0, FULL * BLOCK_TOKENS if change == "no lease" else 0)
-        lender.let_a_lease_pass()  # of one whose name the borrower was not told
-        await nothing_is_left(lender, borrower)
-
-
-async def test_a_lender_of_an_earlier_version_lends_nothing(start: Starter) -> None:
-    async with start("prefill") as lender, start("prefill") as borrower:
-        first = await compute(lender)
-        add = handoff_pb2_grpc.add_HandoffServiceServicer_to_server
-        old = Service("baton.engine.v1.HandoffService", add, handoff_pb2_grpc.HandoffServiceServicer())
-        async with serve("127.0.0.1:0", [old], health=Health(), drain_seconds=0) as server:
-            response = await prefill_from(borrower, source(lender, address=server.address))
-        assert response.handoff.first_token.token_id == first
-        await nothing_is_left(lender, borrower)
-
-
-class Between(handoff_pb2_grpc.HandoffServiceServicer):
-    """Passes calls on to a lender, and changes its answers about loans."""
-
-    def __init__(self, lender: Running, change: Change) -> None:
-        self._lender = lender.calls.handoffs
-        self._change = change
-
-    async def GetPool(self, request: handoff_pb2.GetPoolRequest, context: object) -> handoff_pb2.GetPoolResponse:
-        answer: handoff_pb2.GetPoolResponse = await self._lender.GetPool(request)
-        return answer
-
-    async def LendPrefix(self, request: Any, context: object) -> handoff_pb2.LendPrefixResponse:
-        loan: handoff_pb2.LendPrefixResponse = await self._lender.LendPrefix(request)
-        self._change(loan)
-        return loan
-
-    async def Renew(self, request: handoff_pb2.RenewRequest, context: object) -> handoff_pb2.RenewResponse:
-        answer: handoff_pb2.RenewResponse = await self._lender.Renew(request)
-        return answer
-
-    async def Release(self, request: handoff_pb2.ReleaseRequest, context: object) -> handoff_pb2.ReleaseResponse:
-        answer: handoff_pb2.ReleaseResponse = await self._lender.Release(request)
-        return answer
-
-
-@asynccontextmanager
-async def between(lender: Running, change: Change) -> AsyncIterator[str]:
-    service = Service(
-        "baton.engine.v1.HandoffService",
-        handoff_pb2_grpc.add_HandoffServiceServicer_to_server,
-        Between(lender, change),
-    )
-    async with serve("127.0.0.1:0", [service], health=Health(), drain_seconds=0) as server:
-        yield server.address
-
-
-async def test_wrong_requests_for_a_loan_name_the_field(prefill: Running) -> None:
-    with pytest.raises(InvalidRequest, match="block_hashes"):
-        await lend(prefill, [])
-    with pytest.raises(InvalidRequest, match=r"block_hashes\[1\]"):
-        await lend(prefill, [b"x" * 16, b"short"])
-    with pytest.raises(StaleEpoch):
-        await lend(prefill, hashes(LONG), epoch=3)
-    with pytest.raises(LayoutMismatch):
-        await lend(prefill, hashes(LONG), layout_digest="0" * 64)
-    with pytest.raises(InvalidRequest, match="data_parallel_rank"):
-        await lend(prefill, hashes(LONG), data_parallel_rank=1)
-
-
-async def lend(lender: Running, names: Sequence[bytes], **fields: object) -> handoff_pb2.LendPrefixResponse:
-    worker = lender.worker
-    given = {"epoch": worker.epoch, "layout_digest": worker.engine.facts.layout.digest, **fields}
-    request = handoff_pb2.LendPrefixRequest(block_hashes=names, **given)  # type: ignore[arg-type]
-    response: handoff_pb2.LendPrefixResponse = await unary(
-        lender.calls.handoffs.LendPrefix(request, timeout=PATIENCE_SECONDS)
-    )
-    return response
-
-
-def hashes(text: bytes, salt: str = "") -> list[bytes]:
-    return block_hashes(text, BLOCK_TOKENS, salt)
-
-
-async def nothing_is_left(*workers: Running) -> None:
-    for worker in workers:
-        await eventually(lambda worker=worker: worker.blocks_used == 0 and len(worker.worker.leases) == 0)  # type: ignore[misc]
 
 
 def _peer_tokens(decoded: Decoded) -> int:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from runtime.prefix_hash import block_hash, extend_chain, media_key, root_hash, token_bytes
+from engine_protocol.prefix_hash import block_hash, extend_chain, media_key, root_hash, token_bytes
 from services.engines.kv_events import KvTier
 from services.engines.prompt import MediaSpan, Retain, Session
 from services.engines.pytorch.kv_cache.kept_cache import KeptCache

@@ -123,7 +123,7 @@ class StepOutcomes:
         sequence.tokens.append(token_id)
         sequence.sampler.append(token_id)
         if not sequence.first_token_at:
-            self._note_first_token(sequence)
+            self._record_first_token(sequence)
             self._retain(sequence)
         reason = sequence.finish_reason(self._eos_token_ids, self._max_context_tokens)
         if sequence.hold:
@@ -169,7 +169,7 @@ class StepOutcomes:
             from_tiers=sequence.from_tiers,
         )
 
-    def _note_first_token(self, sequence: TokenSequence) -> None:
+    def _record_first_token(self, sequence: TokenSequence) -> None:
         sequence.first_token_at = time.monotonic()
         if self._tiers is None or sequence.pulled:
             return

@@ -319,9 +319,9 @@ class Scheduler:
             # After a preemption keep the count of the first time: that is what the cache saved the request.
             sequence.cached_tokens = sequence.cached_tokens if sequence.started else sequence.computed
             self.join(sequence)
-        self._note_start(sequence)
+        self._record_start(sequence)
 
-    def _note_start(self, sequence: TokenSequence) -> None:
+    def _record_start(self, sequence: TokenSequence) -> None:
         if not sequence.started:
             sequence.started = time.monotonic()
             self._last_wait_seconds = sequence.queue_seconds

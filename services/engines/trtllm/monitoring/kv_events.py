@@ -13,8 +13,8 @@ from typing import Any
 
 import structlog
 
+from engine_protocol.prefix_hash import block_hash, root_hash
 from runtime.aio import timeout
-from runtime.prefix_hash import block_hash, root_hash
 from services.engines.kv_events import HEARTBEAT_SECONDS, KvChange, KvChanged, KvRemoved, KvSnapshot, KvStored
 
 log = structlog.get_logger(__name__)

@@ -18,9 +18,9 @@ from typing import Any
 import structlog
 from typing_extensions import Self
 
+from engine_protocol.prefix_hash import block_hash, root_hash
 from runtime.aio import timeout
 from runtime.lasting import lasting
-from runtime.prefix_hash import block_hash, root_hash
 from services.engines.kv_events import KvChange, KvPublisher
 from services.engines.vllm.loading import EventEndpoints, free_ports
 from services.engines.vllm.monitoring import metrics

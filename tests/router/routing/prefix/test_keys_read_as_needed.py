@@ -9,12 +9,12 @@ from support.clock import ManualClock
 from baton.engine.v1 import prompt_pb2
 from baton.inference.v1 import cluster_service_pb2, generate_pb2
 from discovery.record import WorkerRecord
+from engine_protocol.prefix_hash import block_hashes
 from router.routing.policy import Candidates, KnownLoras, Placement, PromptBlocks, RoutingRequest
 from router.routing.prefix.kv_index import block_keys
 from router.routing.prefix.predicted import PredictedSeconds
 from router.routing.prefix.prefix_caches import Cache
 from router.routing.prefix.prompt_blocks import PromptHasher
-from runtime.prefix_hash import block_hashes
 
 SIZE = 4
 

@@ -4,9 +4,9 @@ import random
 
 import pytest
 
+from engine_protocol.prefix_hash import block_hashes
 from router.routing.prefix.kv_index import block_keys
 from router.routing.prefix.prompt_blocks import PromptHasher
-from runtime.prefix_hash import block_hashes
 
 SOURCE = random.Random(1)
 START = [SOURCE.randrange(1000) for _ in range(700)]

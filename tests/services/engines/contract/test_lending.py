@@ -8,7 +8,7 @@ import pytest
 from support.engines.engine_calls import BLOCK_TOKENS, CONTEXT_TOKENS, collect, greedy
 from support.eventually import eventually
 
-from runtime.prefix_hash import block_hashes
+from engine_protocol.prefix_hash import block_hashes
 from services.engines.base import Engine
 from services.engines.kv import HeldBlocks, Reservation
 from services.engines.prompt import Prompt

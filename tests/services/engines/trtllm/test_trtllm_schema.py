@@ -12,8 +12,8 @@ from fake_tensorrt_llm.arguments import LoraConfig
 from fake_tensorrt_llm.installation import installed
 from fake_tensorrt_llm.tables import SAMPLING, TABLES, VersionTable
 
-from services.engines.trtllm.dump_schema import dump
 from services.engines.trtllm.package import open_package
+from tools.trtllm_arguments import dump
 
 SECTIONS = ("kv_cache_config", "scheduler_config", "cache_transceiver_config", "cuda_graph_config", "lora_config")
 ROOT = Path(__file__).parents[4]
@@ -63,7 +63,7 @@ def accepts(real: object, table: VersionTable) -> None:
 
 def test_the_stand_in_accepts_nothing_that_the_real_one_refuses() -> None:
     if not DUMPS:
-        pytest.skip("no installation of TensorRT-LLM has been dumped: `python -m services.engines.trtllm.dump_schema`")
+        pytest.skip("no installation of TensorRT-LLM has been dumped: `python -m tools.trtllm_arguments`")
     for path in DUMPS:
         real = json.loads(path.read_text())
         accepts(real, TABLES[real["version"]])
@@ -120,6 +120,6 @@ def test_the_installation_here_has_what_the_stand_in_has(real_trtllm: None) -> N
 
 
 def test_without_an_installation_it_says_so() -> None:
-    command = [sys.executable, "-m", "services.engines.trtllm.dump_schema"]
+    command = [sys.executable, "-m", "tools.trtllm_arguments"]
     ended = subprocess.run(command, capture_output=True, text=True, check=False)
     assert (ended.returncode, "needs TensorRT-LLM" in ended.stderr) == (2, True)

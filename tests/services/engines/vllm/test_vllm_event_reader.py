@@ -12,7 +12,7 @@ import zmq.asyncio
 from support.clients.scraping import sample
 from support.eventually import eventually
 
-from runtime.prefix_hash import block_hash, root_hash
+from engine_protocol.prefix_hash import block_hash, root_hash
 from services.engines.kv_events import KvSnapshot
 from services.engines.vllm.monitoring import event_reader
 from services.engines.vllm.monitoring.event_reader import EventReader, event_sockets

@@ -15,7 +15,7 @@ from support.engines.engine_calls import collect, disaggregated, greedy
 from support.eventually import eventually
 
 from baton.errors import HandoffLost, InvalidRequest, StaleEpoch
-from runtime.prefix_hash import block_hash, root_hash
+from engine_protocol.prefix_hash import block_hash, root_hash
 from services.engines.base import Engine
 from services.engines.kv_events import KvChanged
 from services.engines.kv_transfer import RemoteKv

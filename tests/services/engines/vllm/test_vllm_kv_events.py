@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from runtime.prefix_hash import block_hash, root_hash
+from engine_protocol.prefix_hash import block_hash, root_hash
 from services.engines.kv_events import KvPublisher, KvSnapshot
 from services.engines.vllm.monitoring.event_reader import CachedChains
 from services.engines.vllm.requests.builder import HANDOFF_SALT

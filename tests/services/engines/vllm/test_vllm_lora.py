@@ -19,7 +19,7 @@ from support.eventually import eventually
 
 from baton.errors import LoraNotHere
 from baton.inference.v1 import lora_pb2, model_pb2
-from runtime.prefix_hash import block_hashes
+from engine_protocol.prefix_hash import block_hashes
 from services.engines.kv_events import KvChanged
 from services.engines.lora.peft_folder import read_peft_config, read_weights
 from services.engines.loras import ServesLoras

@@ -1,6 +1,6 @@
 """The block pool's bookkeeping: which blocks are allocated, and which prefixes stay cached."""
 
-from runtime.prefix_hash import block_hash, root_hash
+from engine_protocol.prefix_hash import block_hash, root_hash
 from services.engines.pytorch.kv_cache.blocks import NULL_BLOCK, BlockPool, BlockRemoved, BlockStored, HashChain
 
 A, B, C = b"a" * 16, b"b" * 16, b"c" * 16

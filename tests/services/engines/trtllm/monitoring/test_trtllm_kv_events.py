@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from runtime.prefix_hash import block_hash, root_hash
+from engine_protocol.prefix_hash import block_hash, root_hash
 from services.engines.kv_events import KvChange, KvRemoved, KvSnapshot, KvStored
 from services.engines.trtllm.monitoring.kv_events import FanOut, ReportedBlocks
 

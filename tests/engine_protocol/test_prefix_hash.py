@@ -1,6 +1,6 @@
 """All engines and routers use the same hash chain."""
 
-from runtime.prefix_hash import block_hashes
+from engine_protocol.prefix_hash import block_hashes
 from services.engines.prompt import MediaSpan, Prompt
 from services.engines.pytorch.kv_cache.blocks import HashChain
 from services.engines.simulated.sequence import chain

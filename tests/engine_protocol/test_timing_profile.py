@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from baton.errors import ConfigError
-from runtime.timing_profile import DecodePoint, PrefillPoint, TimingProfile, read_timing_profile
+from engine_protocol.timing_profile import DecodePoint, PrefillPoint, TimingProfile, read_timing_profile
 
 PROFILE = TimingProfile(
     "m",

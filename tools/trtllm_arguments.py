@@ -1,6 +1,4 @@
-"""`python -m services.engines.trtllm.dump_schema > schema.json` prints the arguments that an installed TensorRT-LLM
-accepts.
-"""
+"""The arguments that an installed TensorRT-LLM accepts, as JSON: `python -m tools.trtllm_arguments > schema.json`."""
 
 import dataclasses
 import inspect
