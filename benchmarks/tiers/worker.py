@@ -84,9 +84,11 @@ class Worker:
         self.busy_seconds = 0.0
         self.moved: Counter[str] = Counter()
 
-    def demote(self, block: int, block_hash: bytes) -> bool:
+    def demote(self, evicted: Sequence[tuple[int, bytes]]) -> list[bytes]:
         """As KvTiers.demote, with a disk that takes only what it can write soon."""
-        del block
+        return [block_hash for _, block_hash in evicted if not self._demote(block_hash)]
+
+    def _demote(self, block_hash: bytes) -> bool:
         may_spill = self._disk_write_at - self._time.now < _DISK_QUEUE_SECONDS
         placed = self.directory.place(block_hash, may_spill=may_spill)
         if placed is None:

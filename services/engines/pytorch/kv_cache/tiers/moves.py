@@ -59,7 +59,7 @@ class Movers:
 
     def begin(self, load: Load) -> None:
         """Starts a load."""
-        (self.loads if load.tier is KvTier.HOST else self.disk_loads).submit(load)
+        (self.loads if load.tier is KvTier.HOST else self.disk_loads).submit([load])
 
     def cancel(self, load: Load) -> None:
         """Ends a load. When this returns, nothing writes into its blocks any more; it takes two batches at most."""
@@ -108,7 +108,7 @@ class Movers:
                 write.buffer.set_seal(self._region.seal(write.spill.host_slot))
             except RuntimeError as error:
                 write.failure = str(error)
-            self.writes.submit(write)
+            self.writes.submit([write])
 
     def _write(self, jobs: Sequence[Write]) -> None:
         assert self._disk is not None

@@ -99,14 +99,19 @@ class KvTiers:
         """True if a request waits for blocks to come or to go."""
         return bool(self._loading or self._waiting)
 
-    def demote(self, block: int, block_hash: bytes) -> bool:
-        """Takes over a block that the pool evicts; False if it cannot be kept. Its content stays until `settle`."""
-        return self._demote(block, BlockContents(block_hash, self._layout.block_tokens))
+    def demote(self, evicted: Sequence[tuple[int, bytes]]) -> Sequence[bytes]:
+        """Takes over blocks that the pool evicts; returns the names of those that cannot be kept. Their content stays
+        until `settle`.
+        """
+        tokens = self._layout.block_tokens
+        kept = self._demote([(block, BlockContents(name, tokens)) for block, name in evicted])
+        return [name for (_, name), is_kept in zip(evicted, kept, strict=True) if not is_kept]
 
     def park(self, block: int, contents: BlockContents) -> bool:
         """Takes over the unfinished last block of a preempted sequence."""
         self.directory.drop(contents.block_hash)
-        return self._demote(block, contents)
+        [is_kept] = self._demote([(block, contents)])
+        return is_kept
 
     def stored(self, block_hash: bytes) -> None:
         """Drops a copy, since the pool has the block again."""
@@ -247,16 +252,20 @@ class KvTiers:
         self._back_in_pool.discard(block_hash)
         return is_in_pool
 
-    def _demote(self, block: int, contents: BlockContents) -> bool:
+    def _demote(self, leaving: Sequence[tuple[int, BlockContents]]) -> list[bool]:
         self.poll()
-        placed = self.directory.place(contents.block_hash, may_spill=bool(self._free_buffers))
-        if placed is None:
-            return False
-        job = Demotion(block, placed.slot, contents, self._write_of(placed))
-        self._leaving[block] = self._arriving[contents.block_hash] = job
-        self._demotions.append(job)
-        self._movers.demotions.submit(job)
-        return True
+        jobs: list[Demotion] = []
+        kept: list[bool] = []
+        for block, contents in leaving:
+            placed = self.directory.place(contents.block_hash, may_spill=bool(self._free_buffers))
+            kept.append(placed is not None)
+            if placed is not None:
+                job = Demotion(block, placed.slot, contents, self._write_of(placed))
+                self._leaving[block] = self._arriving[contents.block_hash] = job
+                jobs.append(job)
+        self._demotions += jobs
+        self._movers.demotions.submit(jobs)
+        return kept
 
     def _write_of(self, placed: Placed) -> Write | None:
         if placed.spill is None:
