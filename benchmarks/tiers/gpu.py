@@ -27,7 +27,9 @@ from benchmarks.gpu_transfer import TINY
 from benchmarks.tiers.copies import measure_copies, measure_starting
 from benchmarks.two_gpus.model import VOCABULARY, folder_of, small_shape
 from benchmarks.two_gpus.report import quantile, say
+from runtime.garbage import collect_rarely, exempt_living_objects
 from services.engines.answer import Tokens
+from services.engines.kv_events import KvTier
 from services.engines.prompt import Prompt, Sampling
 from services.engines.pytorch.config import PyTorchConfig
 from services.engines.pytorch.core import EngineCore
@@ -178,7 +180,9 @@ async def measure_streams(engine: PyTorchEngine, options: argparse.Namespace) ->
         """All gaps in ms, those of them without the step that computes the rest of a prompt, and the mean TTFT."""
         asked = [prompt(_STREAM_PROMPT, 100 + index) for index in range(options.streams)]
         streams = [asyncio.create_task(arrivals(engine, each, _STREAM_ANSWER)) for each in asked]
-        await asyncio.sleep(0.1 if TINY else 1.0)
+        while sum(not each.done() for each in streams) == 0 or engine.load().running < len(streams):
+            await asyncio.sleep(0.02)
+        await asyncio.sleep(0.1 if TINY else 0.5)
         steps.pop()
         began, firsts, windows = time.perf_counter(), list[float](), list[tuple[float, float]]()
         while time.perf_counter() - began < seconds:
@@ -265,7 +269,7 @@ async def measure_disk(options: argparse.Namespace) -> None:
             "write_queue_bytes": 2 * length * token_bytes,
         }
         tiers = {"host_bytes": 4 * _BLOCK_TOKENS * token_bytes, "disk": disk, "load_patience_seconds": 60}
-        pool = int(1.5 * length)
+        pool = length + 4 * _BLOCK_TOKENS
         async with engine_of(options, pool, tiers) as engine:
             pair, computed, again = [prompt(length, 1 + number) for number in range(2)], list[float](), list[float]()
             for number in range(6):
@@ -280,7 +284,8 @@ async def measure_disk(options: argparse.Namespace) -> None:
                 cached += found > 0
                 await asyncio.sleep(0.2)  # while the last one is written
             load = engine.load().memory
-            rates = await engine._loop.call(lambda core: core.tiers.rates._bytes_per_second if core.tiers else {})
+            tiered = await engine._loop.call(lambda core: core.tiers)
+            assert tiered is not None
             alone = statistics.median(computed[1:])
             say(
                 "disk",
@@ -292,12 +297,16 @@ async def measure_disk(options: argparse.Namespace) -> None:
                 longest_s=max(again),
                 loaded=f"{cached} of {rounds}",
                 right=f"{good} of {rounds}",
-                bytes_per_second={tier.name: rate for tier, rate in rates.items()},
+                predicted_load_s=tiered.rates.load_seconds(KvTier.DISK, length // _BLOCK_TOKENS),
+                predicted_compute_s=tiered.rates.compute_seconds(length // _BLOCK_TOKENS),
+                on_disk=tiered.directory.used(KvTier.DISK),
                 disk_tokens=load.disk_tokens if load else 0,
             )
 
 
 async def run(options: argparse.Namespace) -> None:
+    exempt_living_objects()
+    collect_rarely()
     name = torch.cuda.get_device_name() if torch.cuda.is_available() else "none"
     say("device", name=name, torch=torch.__version__)
     token_bytes = options.layers * _TOKEN_BYTES_A_LAYER

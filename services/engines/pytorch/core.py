@@ -189,15 +189,21 @@ class EngineCore:
 
     def _warm_up(self) -> None:
         """Runs a short prompt and some tokens, so that the first request need not wait for initialization."""
+        self._run_short_prompt()
+        if self.tiers is not None:
+            self.tiers.begin(min(self._run_short_prompt() for _ in range(3)))
+
+    def _run_short_prompt(self) -> float:
+        """Runs a prompt of 32 tokens at most; returns the seconds to its first token. Raises its error."""
         outcome: list[Event] = []
-        prompt = Prompt((0,) * min(32, self._parts.limits.max_context_tokens - 1), cache_salt=secrets.token_hex())
+        length = min(32, self._parts.limits.max_context_tokens - 1)
+        prompt = Prompt((0,) * length, cache_salt=secrets.token_hex())
         sampling = Sampling(max_tokens=4, temperature=0.0, ignore_eos=True)
         sequence = self.new_sequence(prompt, sampling, outcome.append, hold=False)
         self.submit(sequence)
         while self.steps.step():
             pass
         self._pool.drop(sequence.chain.upto(sequence.tokens, sequence.computed))
-        if self.tiers is not None:
-            self.tiers.begin()
         if isinstance(outcome[-1], Failed):
             raise outcome[-1].error
+        return sequence.first_token_at - sequence.started

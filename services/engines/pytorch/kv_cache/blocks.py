@@ -14,6 +14,9 @@ from services.engines.prompt import MediaSpan, Retain, Session
 from services.engines.pytorch.kv_cache.kept_cache import KeptCache
 from services.engines.pytorch.kv_cache.retention import RETAINED_SHARE, EvictionOrder, Sessions
 
+# One in so many blocks of the pool is emptied ahead of need.
+_AHEAD_SHARE = 32
+
 NULL_BLOCK = 0
 """Never allocated, and always zero: padding points to it."""
 
@@ -193,10 +196,13 @@ class BlockPool:
             heapq.heappush(self._empty, block)
 
     def _evict(self, count: int) -> list[int]:
-        """Takes unused blocks that have content. What others may want of it goes to the tiers below, all at once."""
+        """Takes unused blocks that have content. What others may want of it goes to the tiers below, all at once: first
+        that of some more blocks, which are then empty for sequences that grow while all this goes down.
+        """
+        ahead = max(0, min(self.total // _AHEAD_SHARE, self._idle.unretained - count)) if self.lower is not None else 0
         blocks: list[int] = []
         evicted: list[tuple[int, bytes]] = []
-        for _ in range(count):
+        for _ in range(ahead + count):
             is_dead = self._idle.has_dead
             block = self._idle.pop()
             blocks.append(block)
@@ -207,7 +213,9 @@ class BlockPool:
         if self.lower is not None and evicted:
             for block_hash in self.lower.demote(evicted):
                 self._emit(BlockRemoved(block_hash))
-        return blocks
+        for block in blocks[:ahead]:
+            heapq.heappush(self._empty, block)
+        return blocks[ahead:]
 
     def _detach(self, block: int) -> bytes:
         """Forgets what a block contains, without a report."""

@@ -1,15 +1,15 @@
 """Demotions, spills and loads, each direction on a thread of its own."""
 
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 
 import structlog
-import torch
 
 from services.engines.kv_events import KvTier
 from services.engines.pytorch.kv_cache.tiers.disk import Buffers, DiskFile
-from services.engines.pytorch.kv_cache.tiers.host import Copier, HostRegion
+from services.engines.pytorch.kv_cache.tiers.host import Copier, Digests, HostRegion
 from services.engines.pytorch.kv_cache.tiers.jobs import Demotion, Load, LoadItem, Write
 from services.engines.pytorch.kv_cache.tiers.mover import Mover
 from services.engines.seals import DamagedBlock, Sealer
@@ -18,6 +18,8 @@ log = structlog.get_logger(__name__)
 
 # So much is copied before its digests are read: long enough to hide what starting a copy takes.
 _BATCH_BYTES = 32 << 20
+# So many batches of a load are on their way before the first of them must have been checked.
+_UNCHECKED = 3
 # The longest wait of a load for blocks that are still on their way down.
 _LEAVING_SECONDS = 10.0
 # The longest wait for the threads to end; a read or a write of a disk that hangs never does.
@@ -62,7 +64,7 @@ class Movers:
         (self.loads if load.tier is KvTier.HOST else self.disk_loads).submit([load])
 
     def cancel(self, load: Load) -> None:
-        """Ends a load. When this returns, nothing writes into its blocks any more; it takes two batches at most."""
+        """Ends a load. When this returns, nothing writes into its blocks any more; it takes a few batches at most."""
         load.is_cancelled = True
         # A device that has failed raises RuntimeError, and writes nothing.
         with load.lock, suppress(RuntimeError):
@@ -95,7 +97,7 @@ class Movers:
         for job in jobs:
             self._region.set_seal(job.slot, b"")
             self._down.copy_out(job.block, self._region.words[job.slot])
-        digests = self._down.read(self._down.digest([job.block for job in jobs]))
+        digests = self._down.digest([job.block for job in jobs]).read()
         for job, digest in zip(jobs, digests, strict=True):
             self._region.set_seal(job.slot, self._sealer.seal(job.contents, digest))
 
@@ -118,40 +120,41 @@ class Movers:
 
     def _load(self, loads: Sequence[Load]) -> None:
         for load in loads:
-            self._await_leaving(load)
             try:
                 self._load_from_host(load)
             finally:
                 self._up.wait()
 
     def _load_from_host(self, load: Load) -> None:
-        """Copies batches, each while the one before is checked."""
-        unchecked: tuple[Sequence[LoadItem], torch.Tensor] | None = None
+        """Copies batches, each while the ones before are checked."""
+        unchecked: deque[tuple[Sequence[LoadItem], Digests]] = deque()
         for start in range(0, len(load.items), self._batch):
             items = load.items[start : start + self._batch]
+            self._await_leaving(items)
             with load.lock:
                 if load.is_cancelled or self._is_closed:
                     return
                 for item in items:
                     self._up.copy_in(self._region.words[item.place.slot], item.block)
                 digests = self._up.digest([item.block for item in items])
-            if unchecked is not None and not self._check_host(load, *unchecked):
+            unchecked.append((items, digests))
+            if len(unchecked) == _UNCHECKED and not self._check_host(load, *unchecked.popleft()):
                 return
-            unchecked = items, digests
-        if unchecked is not None and self._check_host(load, *unchecked):
+        if all(self._check_host(load, *each) for each in unchecked):
             load.seconds = time.monotonic() - load.started
 
-    def _check_host(self, load: Load, items: Sequence[LoadItem], digests: torch.Tensor) -> bool:
+    def _check_host(self, load: Load, items: Sequence[LoadItem], digests: Digests) -> bool:
         seals = [self._region.seal(item.place.slot) for item in items]
-        return self._check(load, items, seals, self._up.read(digests))
+        return self._check(load, items, seals, digests.read())
 
-    def _await_leaving(self, load: Load) -> None:
-        if not self.demotions.wait(load.after, _LEAVING_SECONDS):
+    def _await_leaving(self, items: Sequence[LoadItem]) -> None:
+        """Waits for what must have left the slots and the blocks of the pool."""
+        if not self.demotions.wait([job for item in items for job in item.after], _LEAVING_SECONDS):
             raise OSError("blocks are still on their way down")
 
     def _load_from_disk(self, loads: Sequence[Load]) -> None:
         for load in loads:
-            self._await_leaving(load)
+            self._await_leaving(load.items)
             for item in load.items:
                 if not self._load_through_buffer(load, item):
                     return
@@ -170,7 +173,7 @@ class Movers:
             if load.is_cancelled or self._is_closed:
                 return False
             self._up_from_disk.copy_in(row, item.block)
-            digests = self._up_from_disk.read(self._up_from_disk.digest([item.block]))
+            digests = self._up_from_disk.digest([item.block]).read()
         return self._check(load, [item], [seal], digests)
 
     def _check(self, load: Load, items: Sequence[LoadItem], seals: Sequence[bytes], digests: Sequence[int]) -> bool:

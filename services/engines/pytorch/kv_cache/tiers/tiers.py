@@ -128,7 +128,7 @@ class KvTiers:
         leaving = self._leaving
         if not leaving:
             return
-        jobs = [leaving[block] for block in blocks if block in leaving]
+        jobs = [job for job in (leaving.get(block) for block in blocks) if job is not None and not job.is_done]
         if jobs and not self._movers.demotions.wait(jobs, _SETTLE_SECONDS):
             raise RuntimeError(f"KV blocks have not left the pool within {_SETTLE_SECONDS:g} s")
 
@@ -150,15 +150,14 @@ class KvTiers:
 
     def load(self, contents: Sequence[BlockContents], blocks: Sequence[int]) -> Load:
         """Starts to load blocks that are in the tiers into blocks of the pool."""
-        items = []
-        after = [self._leaving[block] for block in blocks if block in self._leaving]
+        items, take, leaving, arriving = list[LoadItem](), self.directory.take, self._leaving, self._arriving
         for content, block in zip(contents, blocks, strict=True):
-            if content.block_hash in self._arriving:
-                after.append(self._arriving[content.block_hash])
-            items.append(LoadItem(self.directory.take(content.block_hash), content, block))
-            self._loading[content.block_hash] += 1
+            name = content.block_hash
+            after = [job for job in (leaving.get(block), arriving.get(name)) if job is not None]
+            items.append(LoadItem(take(name), content, block, after))
+        self._loading.update(content.block_hash for content in contents)
         patience = min(self._patience_seconds, self.rates.patience_seconds(len(items)))
-        load = Load(items, after, time.monotonic() + patience)
+        load = Load(items, time.monotonic() + patience)
         self._movers.begin(load)
         return load
 
@@ -199,10 +198,10 @@ class KvTiers:
         for item in load.items:
             self._put_back(item)
 
-    def begin(self) -> None:
-        """Forgets what was counted and measured, since the warm-up is no client's work."""
+    def begin(self, step_seconds: float) -> None:
+        """Forgets what was counted and measured, since the warm-up is no client's work, but for what any prompt takes."""
         self._tokens.clear()
-        self.rates = Rates(self._layout.block_bytes, self._layout.block_tokens)
+        self.rates = Rates(self._layout.block_bytes, self._layout.block_tokens, step_seconds)
 
     def found(self, prompt_tokens: int, cached_tokens: int, loaded: Mapping[KvTier, int]) -> None:
         """Counts a prompt, and how much of it was cached, of which some was loaded."""
