@@ -66,13 +66,16 @@ async def cluster(workers: Sequence[Worker]) -> AsyncIterator[Cluster]:
 
 @asynccontextmanager
 async def router(
-    registered: Mapping[str, Any], size: int, workers: "Sequence[subprocess.Popen[bytes]]" = (), **settings: object
+    registered: Mapping[str, Any],
+    size: int,
+    workers: "Sequence[subprocess.Popen[bytes]]" = (),
+    settings: Mapping[str, Any] | None = None,
 ) -> AsyncIterator[Cluster]:
     """A router, once it finds so many workers ready."""
     found = Cluster(f"127.0.0.1:{_free_port()}", f"127.0.0.1:{_free_port()}", registered, size)
     listens = {"listen": found.address, "metrics_listen": found.metrics, "drain_seconds": 0}
     patient = {"probe.timeout_seconds": 10, "probe.hung_seconds": 30}
-    with _process("router", {**registered, **patient, **listens, **settings}) as process:
+    with _process("router", {**registered, **patient, **listens, **(settings or {})}) as process:
         async with AsyncClient(found.address) as client, asyncio.timeout(_START_SECONDS):
             while await _num_ready(client) < size:
                 if any(each.poll() is not None for each in (process, *workers)):

@@ -25,7 +25,7 @@ from benchmarks.two_gpus.report import say, table
 from runtime.timing_profile import TimingProfile, read_timing_profile
 
 _PROMPTS, _BATCHES, _CONTEXTS = ("16 64 128", "1 4", "64 128") if TINY else ("128 512 1024 2048 4000", "1 4 16 64", "512 2048")
-_LENGTHS = ((64, 16),) if TINY else ((1024, 128), (3000, 128))
+_LENGTHS = ((64, 16),) if TINY else ((1024, 128),)
 _CONCURRENCY = (1, 4) if TINY else (1, 16, 64)
 _ROLES = ("prefill", "decode")
 
@@ -38,13 +38,15 @@ async def baton(address: str, *arguments: str) -> None:
         raise SystemExit(f"{' '.join(command)}: exit code {process.returncode}")
 
 
-async def sweep(address: str, isl: int, osl: int, file: Path) -> list[dict[str, Any]]:
-    """The steps of a sweep, as `baton bench sweep --json` writes them."""
-    lengths = ["--isl", str(isl), "--osl", str(osl), "--concurrency", *map(str, _CONCURRENCY)]
-    requests = ["--request-count", str(2 * max(_CONCURRENCY)), "--warmup", "2"]
-    await baton(address, "sweep", *lengths, *requests, "--json", str(file))
-    found = json.loads(file.read_text())
-    steps: list[dict[str, Any]] = found["steps"] if isinstance(found, dict) else found
+async def sweep(address: str, isl: int, osl: int, folder: Path, name: str) -> list[dict[str, Any]]:
+    """The steps of a sweep, as `baton bench sweep --json` writes them; each has as many requests as it has time for."""
+    steps = []
+    for number in _CONCURRENCY:
+        file = folder / f"{name}-{isl}-{number}.json"
+        lengths = ["--isl", str(isl), "--osl", str(osl), "--concurrency", str(number)]
+        requests = ["--request-count", str(max(6, 2 * number)), "--warmup", "2", "--seed", str(number)]
+        await baton(address, "sweep", *lengths, *requests, "--json", str(file))
+        steps += json.loads(file.read_text())["steps"]
     return steps
 
 
@@ -65,31 +67,42 @@ def errors(measured: dict[str, Any], simulated: dict[str, Any]) -> list[float]:
     return [a / b - 1 for a, b in pairs]
 
 
-async def run(options: argparse.Namespace) -> None:
-    options.output.mkdir(parents=True, exist_ok=True)
+async def measure(options: argparse.Namespace) -> None:
+    """Measures the profile, and sweeps; both go to the folder."""
     file = options.output / "profile.json"
     with folder_of(big_shape(options.layers)) as folder:
         pool = {"kv_cache_bytes": 64 << 20} if TINY else {}
-        worker = Worker("embedded", _ROLES, embedded(folder, **pool))
-        async with cluster([worker]) as found:
+        async with cluster([Worker("embedded", _ROLES, embedded(folder, **pool))]) as found:
             points = ["--prompts", *_PROMPTS.split(), "--batches", *_BATCHES.split(), "--contexts", *_CONTEXTS.split()]
-            await baton(found.address, "profile", str(file), *points, "--repeats", "3", "--answer", "48")
-            profile, measured = read_timing_profile(file), {}
-            async with router(found.registered, found.size, **{"routing.profile": str(file)}) as fresh:
+            await baton(found.address, "profile", str(file), *points, "--repeats", "3", "--answer", "32")
+            profile = read_timing_profile(file)
+            async with router(found.registered, found.size, settings={"routing.profile": str(file)}) as fresh:
                 first = {isl: await predicted(fresh.address, isl) for isl, _ in _LENGTHS}
                 for isl, osl in _LENGTHS:
-                    steps = await sweep(fresh.address, isl, osl, options.output / f"measured-{isl}.json")
-                    measured[isl, osl] = steps
+                    steps = await sweep(fresh.address, isl, osl, options.output, "measured")
                     prior(profile, isl, osl, first[isl], steps[0])
-    name = {"kind": "simulated", "name": "benchmark", "timing": {"profile": str(file)}}
-    simulated = Worker("simulated", _ROLES, {**name, "num_blocks": 16384}, module="services")
+
+
+async def simulate(options: argparse.Namespace) -> None:
+    """The same sweeps of a simulated worker that has the profile, and how far they are from the measured ones."""
+    engine = {"kind": "simulated", "name": "benchmark", "timing": {"profile": str(options.output / "profile.json")}}
+    simulated = Worker("simulated", _ROLES, {**engine, "num_blocks": 16384}, module="services")
     rows = []
     async with cluster([simulated]) as found:
         for isl, osl in _LENGTHS:
-            steps = await sweep(found.address, isl, osl, options.output / f"simulated-{isl}.json")
-            for number, real, made in zip(_CONCURRENCY, measured[isl, osl], steps, strict=True):
+            steps = await sweep(found.address, isl, osl, options.output, "simulated")
+            for number, made in zip(_CONCURRENCY, steps, strict=True):
+                real = json.loads((options.output / f"measured-{isl}-{number}.json").read_text())["steps"][0]
                 rows.append([isl, number, *figures(real), *(f"{error:+.1%}" for error in errors(real, made))])
     table(["prompt", "at once", "TTFT p50 ms", "ITL p50 ms", "tokens/s", "TTFT error", "ITL error", "tokens/s error"], rows)
+
+
+async def run(options: argparse.Namespace) -> None:
+    options.output.mkdir(parents=True, exist_ok=True)
+    if "measure" in options.only:
+        await measure(options)
+    if "simulate" in options.only:
+        await simulate(options)
 
 
 def figures(step: dict[str, Any]) -> list[float]:
@@ -116,6 +129,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--layers", type=int, default=32)
     parser.add_argument("--output", type=Path, default=Path("profile-output"))
+    parser.add_argument("--only", default="measure,simulate")
     options = parser.parse_args()
     asyncio.run(run(options))
 

@@ -109,7 +109,7 @@ async def measure_resuming(engine: PyTorchEngine, options: argparse.Namespace) -
     filling = [prompt(options.prompt, number) for number in (1, 2, 3)]
     for each in filling:
         await first_token(engine, each)
-    for length in (options.prompt, options.prompt // 4, options.prompt // 16, options.prompt // 64):
+    for length in (options.prompt // part for part in options.parts):
         asked, computing = prompt(length, length), list[float]()
         for number in range(3):
             computing.append((await first_token(engine, prompt(length, length + 1 + number)))[0])
@@ -336,6 +336,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=2 if TINY else 4)
     parser.add_argument("--streams", type=int, default=4 if TINY else 16)
     parser.add_argument("--folder", type=Path, help="where the disk is")
+    parser.add_argument("--parts", type=int, nargs="+", default=[1, 4, 16, 64], help="of the prompt that are resumed")
     parser.add_argument("--only", default="empty,copies,resume,streams,disk")
     asyncio.run(run(parser.parse_args()))
 

@@ -113,15 +113,19 @@ class Worker:
         lender, job.lender = job.lender, None
         hashes = job.hashes[: min(job.lent_blocks, len(job.hashes) - 1)]
         cached = self.pool.match(hashes)
-        lent = lender.pool.match(hashes)[len(cached) :] if lender else []
-        if lender is None or not lent or self.pool.available_beside(cached) < len(lent):
+        lent, loaded_at = lender.lend(hashes) if lender else ([], 0.0)
+        first = min(len(cached), len(lent))
+        if lender is None or len(lent) <= len(cached) or self.pool.available_beside(cached) < len(lent) - first:
+            if lender is not None:
+                lender.pool.release(lent)
             self._run(job)
             return
+        lender.pool.release(lent[:first])
+        lent = lent[first:]
         self.pool.share(cached)
         own = cached + self.pool.allocate(len(lent))
-        lender.pool.share(lent)
         seconds = len(lent) * BLOCK_BYTES / self._hardware.peer_bytes_per_second
-        job.loan_seconds = max(self._nic_at, lender._nic_at, self._time.now) + seconds - self._time.now
+        job.loan_seconds = max(self._nic_at, lender._nic_at, loaded_at, self._time.now) + seconds - self._time.now
         self._nic_at = lender._nic_at = self._time.now + job.loan_seconds
         self.moved["lent"] += len(lent)
 
@@ -134,6 +138,24 @@ class Worker:
             self._run(job)
 
         self._time.later(job.loan_seconds, pulled)
+
+    def lend(self, hashes: Sequence[bytes]) -> tuple[list[int], float]:
+        """Holds the first blocks of a chain, those in host memory once they are loaded, and says when that is."""
+        cached = self.pool.match(hashes)
+        self.pool.share(cached)
+        host, _ = self.directory.following(hashes[len(cached) :])
+        host = min(host, self.pool.available)
+        if not host:
+            return cached, self._time.now
+        names = hashes[len(cached) : len(cached) + host]
+        places = [self.directory.take(name) for name in names]
+        new = self.pool.allocate(host)
+        for place, block, name in zip(places, new, names, strict=True):
+            self.directory.free(place)
+            self.pool.store(block, name)
+        self.moved["read"] += host
+        self._link_at = max(self._link_at, self._time.now) + host * BLOCK_BYTES / self._hardware.host_bytes_per_second
+        return cached + new, self._link_at
 
     def _run(self, job: Job) -> None:
         """Loads and computes a prompt, once there is memory for it."""

@@ -7,7 +7,7 @@ from typing_extensions import NamedTuple
 
 from router.routing.policy import NO_LOAD, LoadPlan, RoutingRequest, W
 from router.routing.prefix.cost import Costs, RelativeCost, WorkerCost
-from router.routing.prefix.loans import Lender, OwnPlan, lenders, with_loan
+from router.routing.prefix.loans import Lender, LoadCost, OwnPlan, lenders, with_loan
 from router.routing.prefix.prefix_caches import Below, Cache
 from router.routing.prefix.work import PromptQueue, RankWork
 
@@ -140,7 +140,9 @@ class RankCosts:
         own = self._own_plan(cost.prefill, request, matched, cache)
         if not matched.lenders:
             return own.blocks * request.blocks.block_tokens, own.load
-        return with_loan(own, cost, matched.lenders, request, wait)
+        priors = self._costs.priors
+        loading = LoadCost(priors.load_base_seconds, request.blocks.block_bytes / priors.host_bytes_per_second)
+        return with_loan(own, cost, matched.lenders, request, (wait, loading))
 
     def _own_plan(self, prefill: RelativeCost, request: RoutingRequest, matched: Matched, cache: Cache) -> OwnPlan:
         size, tokens = request.blocks.block_tokens, request.prompt_tokens

@@ -149,8 +149,15 @@ class PyTorchEngine(Engine):
         return self if self._config.prefix_cache and self._core.exposes_kv else None
 
     async def lend_prefix(self, block_hashes: Sequence[bytes], rank: int) -> Loan | None:
-        """Holds blocks of the prefix cache. See LendsPrefixes."""
+        """Holds blocks of the prefix cache, once those in host memory are back in the pool. See LendsPrefixes."""
         del rank  # there is one
+        ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+        def promote(core: EngineCore) -> bool:
+            return core.scheduler.promote(block_hashes, lambda: self._loop.notify(partial(_settle, ended, None)))
+
+        if await self._loop.call(promote):
+            await ended
         return await lend(self._loop, lambda core: core.scheduler.lend_cached(block_hashes))
 
     def digest(self, block_ids: Sequence[int]) -> list[int]:

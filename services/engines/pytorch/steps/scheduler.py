@@ -2,7 +2,7 @@
 
 import time
 from collections import Counter, deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -156,6 +156,29 @@ class Scheduler:
         if not blocks or not self._limits.prefix_cache or not self.kept.may_lend(blocks):
             return None
         return self._lend(LentBlocks(blocks, len(blocks) * self._limits.block_tokens, 0, hashes[len(blocks) - 1]))
+
+    def promote(self, hashes: Sequence[bytes], ended: Callable[[], None]) -> bool:
+        """Starts to load what follows the cached blocks of a chain from host memory, to be lent. False if there is
+        nothing, or no room; else calls `ended`.
+        """
+        cached = self._pool.match(hashes)
+        contents = self._loads.in_host_memory(hashes[len(cached) :])
+        most = self._pool.available_beside(cached) - len(self.running)
+        contents = contents[: max(0, min(most, self.kept.room_to_lend(cached)))]
+        if not contents:
+            return False
+        self._pool.share(cached)
+        self._loads.promote(contents, cached, self._pool.allocate(len(contents)), ended)
+        return True
+
+    def end_promotions(self) -> None:
+        """Ends the loads of blocks that are to be lent."""
+        self._loads.end_promotions()
+
+    @property
+    def is_promoting(self) -> bool:
+        """True if blocks are loaded that are to be lent."""
+        return bool(self._loads.promotions)
 
     def _lend(self, lent: LentBlocks) -> LentBlocks:
         self._pool.share(lent.block_ids)

@@ -8,9 +8,22 @@ from dataclasses import dataclass, field
 
 from baton.errors import BatonError
 from services.engines.pytorch.kv_cache.blocks import BlockPool
+from services.engines.pytorch.kv_cache.tiers.jobs import Load
 from services.engines.pytorch.kv_cache.tiers.tiers import KvTiers
 from services.engines.pytorch.sequence import State, TokenSequence
 from services.engines.seals import BlockContents
+
+
+@dataclass(eq=False, slots=True)
+class Promotion:
+    """Blocks of host memory that come into the pool without a request of this worker; `ended` is called at the end.
+
+    `blocks` are those that it holds meanwhile: the ones that are loaded, after those of the prefix that are cached.
+    """
+
+    blocks: Sequence[int]
+    load: Load
+    ended: Callable[[], None]
 
 
 class TierLoads:
@@ -18,6 +31,7 @@ class TierLoads:
 
     def __init__(self, tiers: KvTiers | None, pool: BlockPool, block_tokens: int) -> None:
         self.sequences: list[TokenSequence] = []
+        self.promotions: list[Promotion] = []
         self._tiers = tiers
         self._pool = pool
         self._block_tokens = block_tokens
@@ -50,12 +64,43 @@ class TierLoads:
         sequence.state = State.LOADING
         self.sequences.append(sequence)
 
+    def in_host_memory(self, hashes: Sequence[bytes]) -> list[BlockContents]:
+        """Returns the first of these blocks if they are in host memory, and no other load brings them."""
+        tiers = self._tiers
+        if tiers is None or not hashes or tiers.is_loading(hashes[0]):
+            return []
+        count, _ = tiers.directory.following(hashes)
+        tiers.directory.touch(hashes[:count])
+        return [BlockContents(block_hash, self._block_tokens) for block_hash in hashes[:count]]
+
+    def promote(
+        self, contents: Sequence[BlockContents], cached: Sequence[int], new: Sequence[int], ended: Callable[[], None]
+    ) -> None:
+        """Starts to load blocks into new ones of the pool. Takes over the references to these and the cached ones."""
+        assert self._tiers is not None
+        contents = self.still_there(contents)
+        load = self._tiers.load(contents, new[: len(contents)])
+        self.promotions.append(Promotion([*cached, *new], load, ended))
+
+    def end_promotions(self) -> None:
+        """Ends all promotions at once: their blocks stay where they were."""
+        for promotion in self.promotions:
+            assert self._tiers is not None
+            self._tiers.give_back(promotion.load)
+            self._release(promotion)
+        self.promotions.clear()
+
     def finished(self) -> list[TokenSequence]:
         """Ends the loads that are complete, have failed or are late, and returns their sequences."""
         tiers = self._tiers
         if tiers is None:
             return []
         tiers.poll()
+        for promotion in [each for each in self.promotions if tiers.has_ended(each.load)]:
+            for item in tiers.finish(promotion.load):
+                self._pool.store(item.block, item.contents.block_hash)
+            self.promotions.remove(promotion)
+            self._release(promotion)
         ended = [sequence for sequence in self.sequences if sequence.load and tiers.has_ended(sequence.load)]
         for sequence in ended:
             self._finish(sequence, tiers)
@@ -90,6 +135,10 @@ class TierLoads:
         if sequence.parked is not None and self._tiers is not None:
             self._tiers.directory.lose(sequence.parked.block_hash)
             sequence.parked = None
+
+    def _release(self, promotion: Promotion) -> None:
+        self._pool.release(promotion.blocks)
+        promotion.ended()
 
     def _follows(self, sequence: TokenSequence, parked: BlockContents, hashes: Sequence[bytes]) -> bool:
         """True if an unfinished block comes right after the full ones. More of them than when it was parked may be

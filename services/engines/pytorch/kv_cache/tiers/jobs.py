@@ -75,8 +75,8 @@ _KEPT = 0.8
 # What is assumed before anything is measured, in bytes a second.
 _PRIORS = {KvTier.HOST: 5e9, KvTier.DISK: 1e9}
 # A load takes so long however little it loads: it is begun and ended between two steps.
-_LOAD_BASE_SECONDS = 0.002
-# A single load counts at most as so many times the predicted time.
+_LOAD_BASE_SECONDS = 0.005
+# A single measurement counts at most as so many times what is predicted.
 _MOST_RATIO = 32.0
 # Of the loads that are not worth it a little of one in so many is made, to notice when they are again: a link is
 # measured by loads only, and a single one that was held up would otherwise end them for good.
@@ -96,9 +96,12 @@ class _Pace:
         self._amount = self._seconds = 0.0
 
     def add(self, amount: float, seconds: float) -> None:
-        """Adds a measurement."""
+        """Adds a measurement. One that was held up says little."""
+        expected, more = self.unit_seconds, max(0.0, seconds - self._base_seconds)
+        if expected:
+            more = min(more, _MOST_RATIO * amount * expected)
         self._amount = _KEPT * self._amount + amount
-        self._seconds = _KEPT * self._seconds + max(0.0, seconds - self._base_seconds)
+        self._seconds = _KEPT * self._seconds + more
 
     @property
     def unit_seconds(self) -> float | None:
@@ -116,18 +119,20 @@ class Rates:
         self._block_bytes = block_bytes
         self._block_tokens = block_tokens
         self._bytes = {tier: _Pace(_LOAD_BASE_SECONDS, 1 / prior) for tier, prior in _PRIORS.items()}
-        self._tokens = _Pace(step_seconds, None)
+        self._step_seconds = step_seconds
+        # By the power of two below their length: attention makes tokens of long prompts dearer than those of short ones.
+        self._prompts: dict[int, _Pace] = {}
         self._refused = 0
 
     def loaded(self, tier: KvTier, blocks: int, seconds: float) -> None:
-        """Notes a load. One that was held up says little."""
-        seconds = min(seconds, _MOST_RATIO * self.load_seconds(tier, blocks))
+        """Notes a load."""
         self._bytes[tier].add(blocks * self._block_bytes, seconds)
 
     def computed(self, tokens: int, seconds: float) -> None:
         """Notes a prompt that was computed."""
         if tokens > 0:
-            self._tokens.add(tokens, seconds)
+            pace = self._prompts.setdefault(tokens.bit_length(), _Pace(self._step_seconds, None))
+            pace.add(tokens, seconds)
 
     def load_seconds(self, tier: KvTier, blocks: int) -> float:
         """The predicted seconds of a load."""
@@ -136,9 +141,14 @@ class Rates:
         return _LOAD_BASE_SECONDS + blocks * self._block_bytes * pace if blocks else 0.0
 
     def compute_seconds(self, blocks: int) -> float | None:
-        """The predicted seconds that blocks add to a prompt; None before anything was measured."""
-        pace = self._tokens.unit_seconds
-        return None if pace is None else blocks * self._block_tokens * pace
+        """The predicted seconds that blocks add to a prompt, as in measured prompts of about this length; None before
+        anything was measured.
+        """
+        if not self._prompts:
+            return None
+        tokens = blocks * self._block_tokens
+        nearest = min(self._prompts, key=lambda length: (abs(length - tokens.bit_length()), length))
+        return tokens * (self._prompts[nearest].unit_seconds or 0.0)
 
     def worth_loading(self, host: int, disk: int) -> int:
         """Returns how many of the next blocks are sooner loaded than computed: none, those in host memory, or all. One

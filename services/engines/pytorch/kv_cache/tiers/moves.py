@@ -18,8 +18,10 @@ log = structlog.get_logger(__name__)
 
 # So much is copied before its digests are read: long enough to hide what starting a copy takes.
 _BATCH_BYTES = 32 << 20
-# So many batches of a load are on their way before the first of them must have been checked.
+# So many batches are on their way before the first of them must have been checked, or sealed.
 _UNCHECKED = 3
+# So many batches of demotions are one job of their thread.
+_DEMOTED = 4
 # The longest wait of a load for blocks that are still on their way down.
 _LEAVING_SECONDS = 10.0
 # The longest wait for the threads to end; a read or a write of a disk that hangs never does.
@@ -43,7 +45,7 @@ class Movers:
         self._batch = max(1, _BATCH_BYTES // block_bytes)
         device = self._down.device
         self._buffers = Buffers(block_bytes, 1, device) if disk is not None else None  # of loads
-        self.demotions: Mover[Demotion] = Mover("demotions", device, self._demote, self._batch)
+        self.demotions: Mover[Demotion] = Mover("demotions", device, self._demote, _DEMOTED * self._batch)
         self.loads: Mover[Load] = Mover("loads", device, self._load)
         self.writes: Mover[Write] = Mover("writes", device, self._write)
         self.disk_loads: Mover[Load] = Mover("disk-loads", device, self._load_from_disk)
@@ -94,11 +96,20 @@ class Movers:
 
     def _copy_out(self, jobs: Sequence[Demotion]) -> None:
         """Copies blocks to host memory, and seals them. Reads the digest from the pool: it tells of a bad copy, too."""
-        for job in jobs:
-            self._region.set_seal(job.slot, b"")
-            self._down.copy_out(job.block, self._region.words[job.slot])
-        digests = self._down.digest([job.block for job in jobs]).read()
-        for job, digest in zip(jobs, digests, strict=True):
+        unsealed: deque[tuple[Sequence[Demotion], Digests]] = deque()
+        for start in range(0, len(jobs), self._batch):
+            batch = jobs[start : start + self._batch]
+            for job in batch:
+                self._region.set_seal(job.slot, b"")
+                self._down.copy_out(job.block, self._region.words[job.slot])
+            unsealed.append((batch, self._down.digest([job.block for job in batch])))
+            if len(unsealed) == _UNCHECKED:
+                self._seal(*unsealed.popleft())
+        for batch, digests in unsealed:
+            self._seal(batch, digests)
+
+    def _seal(self, jobs: Sequence[Demotion], digests: Digests) -> None:
+        for job, digest in zip(jobs, digests.read(), strict=True):
             self._region.set_seal(job.slot, self._sealer.seal(job.contents, digest))
 
     def _spill(self, writes: Sequence[Write]) -> None:
