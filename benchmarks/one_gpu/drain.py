@@ -166,7 +166,7 @@ async def main() -> None:
     parser.add_argument("--answer", type=int, default=100 if TINY else 600, help="tokens")
     parser.add_argument("--small", action="store_true")
     parser.add_argument("--rounds", type=int, default=1)
-    parser.add_argument("--pool-gib", type=float, default=0.0625 if TINY else 10.0)
+    parser.add_argument("--pool-gib", type=float, default=0.0625 if TINY else 14.0)
     options = parser.parse_args()
     shape = small_shape() if options.small or TINY else big_shape(options.layers)
     with folder_of(shape) as folder:
