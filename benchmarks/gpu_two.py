@@ -19,9 +19,7 @@ PARTS = {
     "tp_two": Part("Decode step on two GPUs", (f"{_FOLDER}.tensor_parallel", "step", "--size", "2"), 120),
     "first_token": Part("The first tokens of long prompts", (f"{_FOLDER}.first_token",), 200),
     "decode_through_grpc": Part("Decode through gRPC", (f"{_FOLDER}.decode_through_grpc",), 110),
-    "tp_two_nccl": Part(
-        "The same by NCCL alone", (f"{_FOLDER}.tensor_parallel", "step", "--size", "2", "--nccl"), 120
-    ),
+    "tp_two_nccl": Part("The same by NCCL alone", (f"{_FOLDER}.tensor_parallel", "step", "--size", "2", "--nccl"), 120),
     "exchange": Part("An exchange between the ranks", (f"{_FOLDER}.exchange",), 60),
     "serving": Part("Disaggregated beside aggregated", (f"{_FOLDER}.serving",), 260, writes_files=True),
     "faults": Part("Faults", (f"{_FOLDER}.faults",), 100),

@@ -61,7 +61,9 @@ class Deployment:
 
 def run_worker(pipe: Connection, roles: tuple[Role, ...], model: Path, device: str) -> None:
     """A worker of the embedded engine, until the pipe ends. Sends its record."""
-    engine = PyTorchConfig(model=model, name="bench", device=device, threads=1, kv_cache_bytes=256 << 20, canary_seconds=None)
+    engine = PyTorchConfig(
+        model=model, name="bench", device=device, threads=1, kv_cache_bytes=256 << 20, canary_seconds=None
+    )
     config = WorkerConfig(worker_id="-".join(roles), roles=roles, engine=engine, drain_seconds=0)
 
     async def serve() -> None:

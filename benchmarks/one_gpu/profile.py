@@ -24,7 +24,9 @@ from benchmarks.two_gpus.model import big_shape, folder_of
 from benchmarks.two_gpus.report import say, table
 from runtime.timing_profile import TimingProfile, read_timing_profile
 
-_PROMPTS, _BATCHES, _CONTEXTS = ("16 64 128", "1 4", "64 128") if TINY else ("128 512 1024 2048 4000", "1 4 16 64", "512 2048")
+_PROMPTS, _BATCHES, _CONTEXTS = (
+    ("16 64 128", "1 4", "64 128") if TINY else ("128 512 1024 2048 4000", "1 4 16 64", "512 2048")
+)
 _LENGTHS = ((64, 16),) if TINY else ((1024, 128),)
 _CONCURRENCY = (1, 4) if TINY else (1, 16, 64)
 _ROLES = ("prefill", "decode")
@@ -94,7 +96,10 @@ async def simulate(options: argparse.Namespace) -> None:
             for number, made in zip(_CONCURRENCY, steps, strict=True):
                 real = json.loads((options.output / f"measured-{isl}-{number}.json").read_text())["steps"][0]
                 rows.append([isl, number, *figures(real), *(f"{error:+.1%}" for error in errors(real, made))])
-    table(["prompt", "at once", "TTFT p50 ms", "ITL p50 ms", "tokens/s", "TTFT error", "ITL error", "tokens/s error"], rows)
+    table(
+        ["prompt", "at once", "TTFT p50 ms", "ITL p50 ms", "tokens/s", "TTFT error", "ITL error", "tokens/s error"],
+        rows,
+    )
 
 
 async def run(options: argparse.Namespace) -> None:

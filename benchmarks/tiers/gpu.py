@@ -47,9 +47,9 @@ def prompt(length: int, seed: int) -> Prompt:
 
 
 @asynccontextmanager
-async def engine_of(options: argparse.Namespace, pool_tokens: int, tiers: dict[str, Any] | None, share: float = 1.0) -> (
-    AsyncIterator[PyTorchEngine]
-):
+async def engine_of(
+    options: argparse.Namespace, pool_tokens: int, tiers: dict[str, Any] | None, share: float = 1.0
+) -> AsyncIterator[PyTorchEngine]:
     """An engine with a pool of so many tokens, and tiers."""
     shape = small_shape(options.layers) if TINY else gpu.shape(options.layers, options.prompt + 4096)
     token_bytes = options.layers * _TOKEN_BYTES_A_LAYER

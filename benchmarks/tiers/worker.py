@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from benchmarks.routing.simulated.clock import Time
+from benchmarks.tiers.oracle import OracleDirectory, OracleOrder, Returns
 from discovery.record import PREFIX_LOANS, WorkerRecord
 from router.routing.prefix.prefix_caches import Cache, PrefixCaches
 from services.engines.kv_events import KvTier
@@ -65,15 +66,27 @@ class Job:
 class Worker:
     """Computes prompts in order. Tells the router's picture of its cache of every change."""
 
-    def __init__(self, name: str, time: Time, hardware: Hardware, sizes: Sizes, caches: PrefixCaches) -> None:
+    def __init__(
+        self,
+        name: str,
+        time: Time,
+        hardware: Hardware,
+        sizes: Sizes,
+        caches: PrefixCaches,
+        returns: Returns | None = None,
+    ) -> None:
         self.record = WorkerRecord(
             name, 1, "x:1", ("prefill",), "m", "simulated", "a" * 64, 1 << 20, capabilities=(PREFIX_LOANS,)
         )
         self._time, self._hardware, self._caches = time, hardware, caches
         self._cache = Cache(self.record.process)
         self._caches.replace(self._cache, ())
-        self.directory = TierDirectory(sizes.host, sizes.disk, self._tell, time)
+        self.directory = (OracleDirectory if returns else TierDirectory)(sizes.host, sizes.disk, self._tell, time)
         self.pool = BlockPool(sizes.pool + 1, self._tell)
+        if returns is not None:
+            assert isinstance(self.directory, OracleDirectory)
+            self.directory.returns = returns
+            self.pool._idle = OracleOrder(self.pool, returns)
         self.pool.lower = self if sizes.host else None
         self.rates = Rates(BLOCK_BYTES, BLOCK_TOKENS)
         self.rates.loaded(KvTier.HOST, 100, 100 * BLOCK_BYTES / hardware.host_bytes_per_second)
@@ -140,19 +153,15 @@ class Worker:
         self._time.later(job.loan_seconds, pulled)
 
     def lend(self, hashes: Sequence[bytes]) -> tuple[list[int], float]:
-        """Holds the first blocks of a chain, those in host memory once they are loaded, and says when that is."""
+        """Holds the first blocks of a chain, and copies of those in host memory; says when these are loaded."""
         cached = self.pool.match(hashes)
         self.pool.share(cached)
         host, _ = self.directory.following(hashes[len(cached) :])
         host = min(host, self.pool.available)
         if not host:
             return cached, self._time.now
-        names = hashes[len(cached) : len(cached) + host]
-        places = [self.directory.take(name) for name in names]
+        self.directory.touch(hashes[len(cached) : len(cached) + host])
         new = self.pool.allocate(host)
-        for place, block, name in zip(places, new, names, strict=True):
-            self.directory.free(place)
-            self.pool.store(block, name)
         self.moved["read"] += host
         self._link_at = max(self._link_at, self._time.now) + host * BLOCK_BYTES / self._hardware.host_bytes_per_second
         return cached + new, self._link_at

@@ -1,6 +1,6 @@
 """The plan to pull the beginning of a prompt from the prefix cache of another worker, where that is sooner."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from heapq import nlargest
 from typing import NamedTuple
 
@@ -19,26 +19,31 @@ _NONE_BELOW = Below()
 
 
 class Lender(NamedTuple):
-    """A rank of a worker, and how many of a prompt's first blocks it has: in the pool of its device, and after them in
-    host memory, from where it loads them before it lends them.
+    """A rank of a worker, how many of a prompt's first blocks it has in the pool of its device and in host memory, and
+    how long it takes to load the latter into the pool, from where they are lent.
     """
 
     num_blocks: int
     cost: WorkerCost
     rank: int
-    on_host: int = 0
+    loading_seconds: float = 0.0
 
 
 def lenders(
-    ranks: Iterable[tuple[WorkerCost, Cache]], blocks: Mapping[Cache, int], below: Mapping[Cache, Below]
+    ranks: Iterable[tuple[WorkerCost, Cache]],
+    blocks: Mapping[Cache, int],
+    below: Mapping[Cache, Below],
+    load_seconds: Callable[[int], float],
 ) -> Sequence[Lender]:
-    """Those of the ranks that have most of a prompt and can lend it: not what is on their disks."""
+    """Those of the ranks that have most of a prompt and can lend it: not what is on their disks. `load_seconds` is the
+    time to load so many blocks from host memory.
+    """
     found = {}
     for cost, cache in ranks:
         host, disk = below.get(cache, _NONE_BELOW)
         have = blocks.get(cache, 0) - disk
         if have > 0 and PREFIX_LOANS in cost.record.capabilities:
-            found[cache] = Lender(have, cost, cache.rank, min(host, have))
+            found[cache] = Lender(have, cost, cache.rank, load_seconds(host) if host else 0.0)
     return nlargest(_MOST_LENDERS, found.values(), key=lambda lender: lender.num_blocks)
 
 
@@ -50,26 +55,13 @@ class OwnPlan(NamedTuple):
     load: LoadPlan
 
 
-class LoadCost(NamedTuple):
-    """What it takes to load from host memory."""
-
-    base_seconds: float
-    block_seconds: float
-
-    def seconds(self, blocks: int) -> float:
-        """The time to load so many blocks."""
-        return self.base_seconds + blocks * self.block_seconds if blocks > 0 else 0.0
-
-
 def with_loan(
-    own: OwnPlan, borrower: WorkerCost, available: Sequence[Lender], request: RoutingRequest, times: tuple[float, LoadCost]
+    own: OwnPlan, borrower: WorkerCost, available: Sequence[Lender], request: RoutingRequest, wait: float
 ) -> tuple[int, LoadPlan]:
     """The tokens that a worker will not compute, and what it loads or pulls for that: the least of all plans.
 
-    A pull begins at once, beside the prompts before this one, which take the first of `times`; the second is what a
-    lender takes to load what it has in host memory.
+    A pull begins at once, beside the prompts before this one, which take `wait` seconds.
     """
-    wait, loading = times
     size, tokens = request.blocks.block_tokens, request.prompt_tokens
     best = own.blocks, own.load
     if PREFIX_LOANS in borrower.record.capabilities:
@@ -79,14 +71,15 @@ def with_loan(
             if num_blocks <= own.blocks or not link.exists:
                 continue
             pulled = num_blocks - own.in_pool
-            loaded = loading.seconds(min(pulled, lender.on_host - (lender.num_blocks - num_blocks)))
-            seconds = link.seconds(pulled * request.blocks.block_bytes) + loaded
+            seconds = link.seconds(pulled * request.blocks.block_bytes) + lender.loading_seconds
             computing = _seconds(borrower, tokens, num_blocks * size)
             added = max(0.0, seconds - wait)
             if computing + added + link.distance < least:
                 least = computing + added + link.distance
                 saved = _seconds(borrower, tokens, own.in_pool * size) - computing
-                peer = PeerPlan(lender.cost.record, lender.rank, num_blocks, pulled * size, seconds, saved, loaded)
+                peer = PeerPlan(
+                    lender.cost.record, lender.rank, num_blocks, pulled * size, seconds, saved, lender.loading_seconds
+                )
                 best = num_blocks, LoadPlan(seconds=added, peer=peer)
     return best[0] * size, best[1]
 

@@ -7,7 +7,7 @@ from typing_extensions import NamedTuple
 
 from router.routing.policy import NO_LOAD, LoadPlan, RoutingRequest, W
 from router.routing.prefix.cost import Costs, RelativeCost, WorkerCost
-from router.routing.prefix.loans import Lender, LoadCost, OwnPlan, lenders, with_loan
+from router.routing.prefix.loans import Lender, OwnPlan, lenders, with_loan
 from router.routing.prefix.prefix_caches import Below, Cache
 from router.routing.prefix.work import PromptQueue, RankWork
 
@@ -125,10 +125,10 @@ class RankCosts:
             ranks.append((wait + prefill, work.given_tokens, number, wait, prefill, cached, worker, cost, work))
         return ranks
 
-    def lenders(self, groups: Sequence[Sequence[W]], matched: Matched) -> Sequence[Lender]:
+    def lenders(self, groups: Sequence[Sequence[W]], request: RoutingRequest, matched: Matched) -> Sequence[Lender]:
         """Of the ranks of all groups of workers, those that can lend the most of a prompt."""
         ranks = ((cost, cache) for group in groups for _, _, cost, _, _, _, cache, _ in self._ranks(group))
-        return lenders(ranks, matched.blocks, matched.below)
+        return lenders(ranks, matched.blocks, matched.below, lambda host: self._load(request, host, 0).seconds)
 
     def plan(
         self, cost: WorkerCost, request: RoutingRequest, matched: Matched, cache: Cache, wait: float
@@ -140,9 +140,7 @@ class RankCosts:
         own = self._own_plan(cost.prefill, request, matched, cache)
         if not matched.lenders:
             return own.blocks * request.blocks.block_tokens, own.load
-        priors = self._costs.priors
-        loading = LoadCost(priors.load_base_seconds, request.blocks.block_bytes / priors.host_bytes_per_second)
-        return with_loan(own, cost, matched.lenders, request, (wait, loading))
+        return with_loan(own, cost, matched.lenders, request, wait)
 
     def _own_plan(self, prefill: RelativeCost, request: RoutingRequest, matched: Matched, cache: Cache) -> OwnPlan:
         size, tokens = request.blocks.block_tokens, request.prompt_tokens

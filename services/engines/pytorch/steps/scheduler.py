@@ -16,7 +16,7 @@ from services.engines.pytorch.kv_cache.tiers.tiers import KvTiers
 from services.engines.pytorch.runners.batch import Chunk
 from services.engines.pytorch.sequence import State, TokenSequence
 from services.engines.pytorch.speculation.drafting import Drafter
-from services.engines.pytorch.steps.tier_loads import BlockReservation, LentBlocks, TierLoads
+from services.engines.pytorch.steps.tier_loads import BlockReservation, LentBlocks, Promotion, TierLoads
 from services.engines.seals import BlockContents
 
 
@@ -157,19 +157,30 @@ class Scheduler:
             return None
         return self._lend(LentBlocks(blocks, len(blocks) * self._limits.block_tokens, 0, hashes[len(blocks) - 1]))
 
-    def promote(self, hashes: Sequence[bytes], ended: Callable[[], None]) -> bool:
-        """Starts to load what follows the cached blocks of a chain from host memory, to be lent. False if there is
-        nothing, or no room; else calls `ended`.
+    def lend_all(self, hashes: Sequence[bytes], lent: Callable[[LentBlocks | None], None]) -> None:
+        """Calls `lent` with the blocks of the longest prefix of a chain that is in the pool and in host memory, held as
+        by `lend_cached`: at once, or once those in host memory are copied.
         """
         cached = self._pool.match(hashes)
         contents = self._loads.in_host_memory(hashes[len(cached) :])
-        most = self._pool.available_beside(cached) - len(self.running)
-        contents = contents[: max(0, min(most, self.kept.room_to_lend(cached)))]
+        most = min(self._pool.available_beside(cached) - len(self.running), self.kept.room_to_lend(cached))
+        contents = contents[: max(0, most)]
         if not contents:
-            return False
+            lent(self.lend_cached(hashes))
+            return
         self._pool.share(cached)
-        self._loads.promote(contents, cached, self._pool.allocate(len(contents)), ended)
-        return True
+        new = self._pool.allocate(len(contents))
+        self._loads.promote(contents, cached, new, partial(self._lend_promoted, hashes, lent))
+
+    def _lend_promoted(
+        self, hashes: Sequence[bytes], lent: Callable[[LentBlocks | None], None], promotion: Promotion, copied: int
+    ) -> None:
+        blocks = (*promotion.cached, *promotion.new[:copied])
+        if blocks and self.kept.may_lend(blocks):
+            lent(self._lend(LentBlocks(blocks, len(blocks) * self._limits.block_tokens, 0, hashes[len(blocks) - 1])))
+        else:
+            lent(None)
+        self._pool.release([*promotion.cached, *promotion.new])
 
     def end_promotions(self) -> None:
         """Ends the loads of blocks that are to be lent."""

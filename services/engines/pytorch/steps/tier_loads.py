@@ -16,14 +16,16 @@ from services.engines.seals import BlockContents
 
 @dataclass(eq=False, slots=True)
 class Promotion:
-    """Blocks of host memory that come into the pool without a request of this worker; `ended` is called at the end.
+    """A copy of blocks in host memory that is to be lent. They stay there, too.
 
-    `blocks` are those that it holds meanwhile: the ones that are loaded, after those of the prefix that are cached.
+    It holds `cached`, the blocks of the prefix that the pool has, and `new`, those that are loaded into; `ended` takes
+    them all over, with how many of the new ones have their content.
     """
 
-    blocks: Sequence[int]
+    cached: Sequence[int]
+    new: Sequence[int]
     load: Load
-    ended: Callable[[], None]
+    ended: Callable[["Promotion", int], None]
 
 
 class TierLoads:
@@ -74,20 +76,24 @@ class TierLoads:
         return [BlockContents(block_hash, self._block_tokens) for block_hash in hashes[:count]]
 
     def promote(
-        self, contents: Sequence[BlockContents], cached: Sequence[int], new: Sequence[int], ended: Callable[[], None]
+        self,
+        contents: Sequence[BlockContents],
+        cached: Sequence[int],
+        new: Sequence[int],
+        ended: Callable[[Promotion, int], None],
     ) -> None:
-        """Starts to load blocks into new ones of the pool. Takes over the references to these and the cached ones."""
+        """Starts to copy blocks of host memory into new ones of the pool."""
         assert self._tiers is not None
         contents = self.still_there(contents)
         load = self._tiers.load(contents, new[: len(contents)])
-        self.promotions.append(Promotion([*cached, *new], load, ended))
+        self.promotions.append(Promotion(cached, new, load, ended))
 
     def end_promotions(self) -> None:
-        """Ends all promotions at once: their blocks stay where they were."""
+        """Ends all promotions at once."""
         for promotion in self.promotions:
             assert self._tiers is not None
             self._tiers.give_back(promotion.load)
-            self._release(promotion)
+            promotion.ended(promotion, 0)
         self.promotions.clear()
 
     def finished(self) -> list[TokenSequence]:
@@ -97,10 +103,8 @@ class TierLoads:
             return []
         tiers.poll()
         for promotion in [each for each in self.promotions if tiers.has_ended(each.load)]:
-            for item in tiers.finish(promotion.load):
-                self._pool.store(item.block, item.contents.block_hash)
             self.promotions.remove(promotion)
-            self._release(promotion)
+            promotion.ended(promotion, tiers.copied(promotion.load))
         ended = [sequence for sequence in self.sequences if sequence.load and tiers.has_ended(sequence.load)]
         for sequence in ended:
             self._finish(sequence, tiers)
@@ -135,10 +139,6 @@ class TierLoads:
         if sequence.parked is not None and self._tiers is not None:
             self._tiers.directory.lose(sequence.parked.block_hash)
             sequence.parked = None
-
-    def _release(self, promotion: Promotion) -> None:
-        self._pool.release(promotion.blocks)
-        promotion.ended()
 
     def _follows(self, sequence: TokenSequence, parked: BlockContents, hashes: Sequence[bytes]) -> bool:
         """True if an unfinished block comes right after the full ones. More of them than when it was parked may be

@@ -120,7 +120,7 @@ class Rates:
         self._block_tokens = block_tokens
         self._bytes = {tier: _Pace(_LOAD_BASE_SECONDS, 1 / prior) for tier, prior in _PRIORS.items()}
         self._step_seconds = step_seconds
-        # By the power of two below their length: attention makes tokens of long prompts dearer than those of short ones.
+        # By the power of two above their length: attention makes the tokens of long prompts dearer.
         self._prompts: dict[int, _Pace] = {}
         self._refused = 0
 

@@ -178,18 +178,27 @@ class KvTiers:
             self._movers.cancel(load)
         loaded = load.items[: load.checked]
         for index, item in enumerate(load.items):
-            is_damaged = index == load.checked and load.is_damaged
-            if index < load.checked or is_damaged:
+            if index < load.checked:
                 self.directory.free(item.place)
-                is_in_pool = self._end(item)
-                if is_damaged and not is_in_pool:
-                    self._listener(BlockRemoved(item.contents.block_hash))
+                self._end(item)
+            elif index == load.checked and load.is_damaged:
+                self._lose_damaged(load, item)
             else:
                 self._put_back(item)
-            if is_damaged:
-                self._note_failure(item.place.tier, load.failure, is_damage=True)
         self._count(load, loaded)
         return loaded
+
+    def copied(self, load: Load) -> int:
+        """Ends a load whose blocks stay in their tier, too; a damaged one is lost. Returns how many were copied."""
+        if not load.is_done:
+            self._movers.cancel(load)
+        for index, item in enumerate(load.items):
+            if index == load.checked and load.is_damaged:
+                self._lose_damaged(load, item)
+            else:
+                self._put_back(item)
+        self._count(load, load.items[: load.checked])
+        return load.checked
 
     def give_back(self, load: Load) -> None:
         """Ends a load whose request is gone: its blocks stay where they were."""
@@ -199,7 +208,7 @@ class KvTiers:
             self._put_back(item)
 
     def begin(self, step_seconds: float) -> None:
-        """Forgets what was counted and measured, since the warm-up is no client's work, but for what any prompt takes."""
+        """Forgets what was counted and measured, since the warm-up is no client's work. Any prompt takes a step."""
         self._tokens.clear()
         self.rates = Rates(self._layout.block_bytes, self._layout.block_tokens, step_seconds)
 
@@ -242,6 +251,12 @@ class KvTiers:
             self.directory.free(item.place)
         else:
             self.directory.put_back(item.contents.block_hash, item.place)
+
+    def _lose_damaged(self, load: Load, item: LoadItem) -> None:
+        self.directory.free(item.place)
+        if not self._end(item):
+            self._listener(BlockRemoved(item.contents.block_hash))
+        self._note_failure(item.place.tier, load.failure, is_damage=True)
 
     def _end(self, item: LoadItem) -> bool:
         """Ends the load of a block. Returns whether the pool has got the block from elsewhere since that began."""
