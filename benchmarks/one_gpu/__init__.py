@@ -1,4 +1,6 @@
-"""The parts of benchmarks/gpu_one.py, each a program that prints what it has measured: `python -m benchmarks.one_gpu.PART`.
+"""The parts of benchmarks/gpu_one.py, each a program that prints what it has measured.
+
+`python -m benchmarks.one_gpu.PART`:
 
 cluster.py     workers that share a GPU and a router, in processes of their own, which a registry in a folder connects
 worker.py      such a worker: the product's, with weights that are made up

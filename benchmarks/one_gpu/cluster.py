@@ -17,6 +17,7 @@ from baton.errors import BatonError
 from baton.inference.v1 import cluster_service_pb2
 from benchmarks.gpu_transfer import TINY
 from benchmarks.parts import ROOT
+from runtime.aio import timeout
 
 _START_SECONDS = 180.0
 _END_SECONDS = 20.0
@@ -76,7 +77,7 @@ async def router(
     listens = {"listen": found.address, "metrics_listen": found.metrics, "drain_seconds": 0}
     patient = {"probe.timeout_seconds": 10, "probe.hung_seconds": 30}
     with _process("router", {**registered, **patient, **listens, **(settings or {})}) as process:
-        async with AsyncClient(found.address) as client, asyncio.timeout(_START_SECONDS):
+        async with AsyncClient(found.address) as client, timeout(_START_SECONDS):
             while await _num_ready(client) < size:
                 if any(each.poll() is not None for each in (process, *workers)):
                     raise RuntimeError("a process has ended while it started")

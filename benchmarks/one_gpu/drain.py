@@ -1,6 +1,6 @@
 """Two decode workers on one GPU; one is drained in the middle of its answers, which move to the other one.
 
-    python -m benchmarks.one_gpu.drain [--layers 32] [--streams 16] [--prompt 4000] [--answer 600] [--small] [--rounds 2]
+    python -m benchmarks.one_gpu.drain [--layers 32] [--streams 16] [--prompt 4000] [--answer 600] [--small]
 
 A Llama of 8B shape with made-up bfloat16 weights, or with --small a little one in float32, whose greedy ids can be
 compared whatever else is in a batch. Each round runs the answers undisturbed, all of them on the worker that is then
@@ -115,10 +115,10 @@ async def measure(options: argparse.Namespace, folder: Path, vocabulary: int) ->
         await gathered(client, streams)
         await streams.begun(_TOKENS_BEFORE)
         before = await moved(found, "moved", "returned", "recomputed")
-        load = [worker.load for worker in await client.workers() if worker.worker_id == _DRAINED][0]
+        load = next(worker.load for worker in await client.workers() if worker.worker_id == _DRAINED)
         drained = time.perf_counter()
         ending = asyncio.create_task(client.drain_worker(_DRAINED))
-        while not task.done() and await moved(found, "moved", "returned", "recomputed") - before < load.running:
+        while not task.done() and await moved(found, "moved", "returned", "recomputed") - before < load.running:  # noqa: ASYNC110
             await asyncio.sleep(0.005)
         left = time.perf_counter()
         await ending

@@ -180,7 +180,7 @@ async def measure_streams(engine: PyTorchEngine, options: argparse.Namespace) ->
         """All gaps in ms, those of them without the step that computes the rest of a prompt, and the mean TTFT."""
         asked = [prompt(_STREAM_PROMPT, 100 + index) for index in range(options.streams)]
         streams = [asyncio.create_task(arrivals(engine, each, _STREAM_ANSWER)) for each in asked]
-        while sum(not each.done() for each in streams) == 0 or engine.load().running < len(streams):
+        while engine.load().running < len(streams):  # noqa: ASYNC110
             await asyncio.sleep(0.02)
         await asyncio.sleep(0.1 if TINY else 0.5)
         steps.pop()

@@ -2,7 +2,7 @@
 
 import math
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from services.engines.pytorch.kv_cache.blocks import BlockPool
 from services.engines.pytorch.kv_cache.retention import EvictionOrder
@@ -32,6 +32,17 @@ class Returns:
         """Notes that a session does not come back."""
         self._at.pop(session, None)
 
+    def last_used(self, hashes: Iterable[bytes]) -> bytes:
+        """Of some blocks, the first that is not used again, or else the one that is used again last."""
+        latest, found = -1.0, b""
+        for block_hash in hashes:
+            at = self.next_use(block_hash)
+            if at > latest:
+                latest, found = at, block_hash
+            if at == _NEVER:
+                break
+        return found
+
     def next_use(self, block_hash: bytes) -> float:
         """The earliest use of a block; infinity if there is none."""
         sessions = self._sessions.get(block_hash)
@@ -51,8 +62,8 @@ class OracleOrder(EvictionOrder):
 
     def pop(self) -> int:
         if not self._dead and self._idle:
-            hash_of, next_use = self._hash_of, self._returns.next_use
-            self._idle.move_to_end(max(self._idle, key=lambda block: next_use(hash_of[block])), last=False)
+            hashes = (self._hash_of[block] for block in self._idle)
+            self._idle.move_to_end(self._block_of[self._returns.last_used(hashes)], last=False)
         return super().pop()
 
 
@@ -64,7 +75,7 @@ class OracleDirectory(TierDirectory):
     def place(self, block_hash: bytes, *, may_spill: bool) -> Placed | None:
         slots, next_use = self._host.slot_of, self.returns.next_use
         if self._host.is_full and slots:
-            victim = max(slots, key=next_use)
+            victim = self.returns.last_used(slots)
             if next_use(victim) < next_use(block_hash) or next_use(block_hash) == _NEVER:
                 return None
             slots.move_to_end(victim, last=False)
