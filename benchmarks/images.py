@@ -4,8 +4,8 @@
         [--repeats 0 0.9] [--requests 40] [--concurrency 4] [--rounds 3] [--output FILE]
 
 Each cluster is a router and one worker of every role, or one worker with all of them, in processes of their own; the
-load and its clocks are those of `baton bench sweep --images`. Rounds go from one cluster to the next. On a GPU all
-workers share it.
+load and its clocks are those of `baton bench sweep --images`. All clusters run meanwhile; each load goes from one to
+the next, and on a GPU all workers share it.
 """
 
 import argparse
@@ -62,7 +62,9 @@ class Deployment:
 
 def run_worker(pipe: Connection, roles: tuple[Role, ...], model: Path, device: str) -> None:
     """A worker of the embedded engine, until the pipe ends. Sends its record."""
-    engine = PyTorchConfig(model=model, name="bench", device=device, threads=1, kv_cache_bytes=256 << 20)
+    engine = PyTorchConfig(
+        model=model, name="bench", device=device, threads=1, kv_cache_bytes=256 << 20, canary_seconds=None
+    )
     config = WorkerConfig(worker_id="-".join(roles), roles=roles, engine=engine, drain_seconds=0)
 
     async def serve() -> None:
@@ -100,11 +102,15 @@ async def measure(options: argparse.Namespace) -> str:
         for size, number, repeated in product(options.sizes, options.numbers, options.repeats)
     ]
     found: dict[tuple[Images, Deployment], list[Summary]] = defaultdict(list)
-    for turn, deployment in product(range(options.rounds), deployments):
-        async with cluster(deployment, options) as load:
-            for number, each in enumerate(images):
+    async with AsyncExitStack() as stack:
+        opening = (stack.enter_async_context(cluster(each, options)) for each in deployments)
+        loads = await asyncio.gather(*opening)
+        for turn in range(options.rounds):
+            for (number, each), (load, deployment) in product(enumerate(images), zip(loads, deployments, strict=True)):
                 workload = Workload(Lengths(prompt=(24, 24), answer=(options.answer, options.answer)), each)
-                await load.closed_loop(workload.all_at_once(options.concurrency, -1 - number), options.concurrency)
+                if not turn:
+                    warming = workload.all_at_once(options.concurrency, -1 - number)
+                    await load.closed_loop(warming, options.concurrency)
                 planned = workload.all_at_once(options.requests, turn * len(images) + number)
                 answers = await load.closed_loop(planned, options.concurrency)
                 found[each, deployment].append(summarize(str(deployment), answers, Targets()))

@@ -18,7 +18,7 @@ from router.server import host_router
 from runtime.garbage import collect_rarely, collected_as_memory_grows, exempt_living_objects, return_large_memory
 from runtime.logs import configure_logging
 
-_PATIENCE_SECONDS = 180.0  # an engine loads for a minute on a busy machine
+_PATIENCE_SECONDS = 400.0  # an engine loads for a minute on a busy machine
 
 _context = multiprocessing.get_context("spawn")
 

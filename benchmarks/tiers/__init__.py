@@ -5,8 +5,10 @@
     python -m benchmarks.tiers.gpu                    (on a machine with a GPU, in real time)
 
 worker.py      a worker: a real pool and directory, simulated computing and links
+oracle.py      eviction that knows when each session returns, to compare with
 cluster.py     four workers behind the router's policy
 traffic.py     agents in a closed loop, and a trace in an open one
 __main__.py    tables
+copies.py      copies of loads and demotions on a GPU, and ways to start them
 gpu.py         loads on a GPU: bandwidth, resuming, other streams' inter-token latency, the cost of digests
 """

@@ -77,7 +77,11 @@ def trace_tables(options: argparse.Namespace, hardware: Hardware) -> Iterator[st
     for share in options.pools:
         yield f"| **pool {share:.0%}** |"
         for policy in POLICIES:
-            if not policy.ends and (not options.policies or policy.name in options.policies):
+            if (
+                not policy.ends
+                and not policy.knows_returns
+                and (not options.policies or policy.name in options.policies)
+            ):
                 blocks = int(working_set * share / WORKERS)
                 yield row(replay(policy, blocks, hardware, trace, options.speedup))
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from baton.engine.v1 import prompt_pb2
 from baton.inference.v1 import cluster_service_pb2, generate_pb2
 from benchmarks.routing.simulated.clock import Time
+from benchmarks.tiers.oracle import Returns
 from benchmarks.tiers.worker import BLOCK_BYTES, BLOCK_TOKENS, Hardware, Job, Sizes, Worker, hash_of
 from discovery.record import WorkerRecord
 from router.routing.policy import Candidates, KnownLoras, PromptBlocks, RoutingRequest
@@ -19,8 +20,8 @@ _MODEL, _ROUTING, _PROMPT = "m", generate_pb2.RoutingOptions(), prompt_pb2.Promp
 
 @dataclass(frozen=True)
 class Policy:
-    """The memory below the pool, as multiples of it, whether clients say that their sessions end, and whether workers
-    borrow from one another.
+    """The memory below the pool, as multiples of it, whether clients say that their sessions end, whether workers
+    borrow from one another, and whether they know when each session returns.
     """
 
     name: str
@@ -28,6 +29,7 @@ class Policy:
     disk: float = 0.0
     ends: bool = False
     borrows: bool = False
+    knows_returns: bool = False
 
 
 POLICIES = (
@@ -38,6 +40,8 @@ POLICIES = (
     Policy("+ host, end, disk", host=2, disk=16, ends=True),
     Policy("+ host, peer", host=2, borrows=True),
     Policy("+ host, end, peer", host=2, ends=True, borrows=True),
+    Policy("oracle", host=2, ends=True, knows_returns=True),
+    Policy("oracle, peer", host=2, ends=True, borrows=True, knows_returns=True),
 )
 INFINITE = Policy("infinite")
 
@@ -92,7 +96,9 @@ class Cluster:
             priors = replace(priors, transfer_base_seconds=0.0, transfer_bytes_per_second=rate)
         self._router = PredictedSeconds(priors=priors, clock=time, seed=1, prefix_loans=policy.borrows)
         sizes = Sizes(pool_blocks, int(policy.host * pool_blocks), int(policy.disk * pool_blocks))
-        self.workers = [Worker(f"p{n}", time, hardware, sizes, self._router.caches) for n in range(WORKERS)]
+        self.returns = Returns()
+        known = self.returns if policy.knows_returns else None
+        self.workers = [Worker(f"p{n}", time, hardware, sizes, self._router.caches, known) for n in range(WORKERS)]
         decode = WorkerRecord("d", 1, "x:2", ("decode",), "m", "simulated", "a" * 64, 1 << 20)
         self._candidates = Candidates(
             (_View(decode),), tuple(_View(worker.record, worker) for worker in self.workers), requires_prefill=True
@@ -137,6 +143,8 @@ class Cluster:
             self.time.later(output, answered)
 
         job = Job(session, [hash_of(each) for each in blocks], computed)
+        if self.policy.knows_returns:
+            self.returns.sent(session, job.hashes)
         if (prediction := placement.prediction) is not None and (peer := prediction.load.peer) is not None:
             [job.lender] = [worker for worker in self.workers if worker.record is peer.record]
             job.lent_blocks = peer.num_blocks
@@ -144,6 +152,7 @@ class Cluster:
 
     def end(self, session: str) -> None:
         """Ends a session, if the policy lets clients say so."""
+        self.returns.ended(session)
         if self.policy.ends:
             for worker in self.workers:
                 worker.end(session)

@@ -64,6 +64,7 @@ class Agents:
             for each in turn.subagents:
                 self._turn(each, 0, subagent_ended)
             if not turn.subagents:
+                self.cluster.returns.returns(session.key, self._time.now + turn.pause_seconds)
                 self._time.later(turn.pause_seconds, next_turn)
 
         self.cluster.submit(
@@ -72,6 +73,7 @@ class Agents:
 
     def _end(self, session: AgentSession) -> None:
         self._live.pop(session.key)
+        self.cluster.returns.ended(session.key)
         wait = 0.0 if session.says_end else _SILENCE_SECONDS
         self._time.later(wait, lambda: self.cluster.end(session.key))
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from benchmarks.routing.simulated.clock import Time
+from benchmarks.tiers.oracle import OracleDirectory, OracleOrder, Returns
 from discovery.record import PREFIX_LOANS, WorkerRecord
 from router.routing.prefix.prefix_caches import Cache, PrefixCaches
 from services.engines.kv_events import KvTier
@@ -65,15 +66,27 @@ class Job:
 class Worker:
     """Computes prompts in order. Tells the router's picture of its cache of every change."""
 
-    def __init__(self, name: str, time: Time, hardware: Hardware, sizes: Sizes, caches: PrefixCaches) -> None:
+    def __init__(
+        self,
+        name: str,
+        time: Time,
+        hardware: Hardware,
+        sizes: Sizes,
+        caches: PrefixCaches,
+        returns: Returns | None = None,
+    ) -> None:
         self.record = WorkerRecord(
             name, 1, "x:1", ("prefill",), "m", "simulated", "a" * 64, 1 << 20, capabilities=(PREFIX_LOANS,)
         )
         self._time, self._hardware, self._caches = time, hardware, caches
         self._cache = Cache(self.record.process)
         self._caches.replace(self._cache, ())
-        self.directory = TierDirectory(sizes.host, sizes.disk, self._tell, time)
+        self.directory = (OracleDirectory if returns else TierDirectory)(sizes.host, sizes.disk, self._tell, time)
         self.pool = BlockPool(sizes.pool + 1, self._tell)
+        if returns is not None:
+            assert isinstance(self.directory, OracleDirectory)
+            self.directory.returns = returns
+            self.pool._idle = OracleOrder(self.pool, returns)
         self.pool.lower = self if sizes.host else None
         self.rates = Rates(BLOCK_BYTES, BLOCK_TOKENS)
         self.rates.loaded(KvTier.HOST, 100, 100 * BLOCK_BYTES / hardware.host_bytes_per_second)
@@ -84,9 +97,11 @@ class Worker:
         self.busy_seconds = 0.0
         self.moved: Counter[str] = Counter()
 
-    def demote(self, block: int, block_hash: bytes) -> bool:
+    def demote(self, evicted: Sequence[tuple[int, bytes]]) -> list[bytes]:
         """As KvTiers.demote, with a disk that takes only what it can write soon."""
-        del block
+        return [block_hash for _, block_hash in evicted if not self._demote(block_hash)]
+
+    def _demote(self, block_hash: bytes) -> bool:
         may_spill = self._disk_write_at - self._time.now < _DISK_QUEUE_SECONDS
         placed = self.directory.place(block_hash, may_spill=may_spill)
         if placed is None:
@@ -111,15 +126,19 @@ class Worker:
         lender, job.lender = job.lender, None
         hashes = job.hashes[: min(job.lent_blocks, len(job.hashes) - 1)]
         cached = self.pool.match(hashes)
-        lent = lender.pool.match(hashes)[len(cached) :] if lender else []
-        if lender is None or not lent or self.pool.available_beside(cached) < len(lent):
+        lent, loaded_at = lender.lend(hashes) if lender else ([], 0.0)
+        first = min(len(cached), len(lent))
+        if lender is None or len(lent) <= len(cached) or self.pool.available_beside(cached) < len(lent) - first:
+            if lender is not None:
+                lender.pool.release(lent)
             self._run(job)
             return
+        lender.pool.release(lent[:first])
+        lent = lent[first:]
         self.pool.share(cached)
         own = cached + self.pool.allocate(len(lent))
-        lender.pool.share(lent)
         seconds = len(lent) * BLOCK_BYTES / self._hardware.peer_bytes_per_second
-        job.loan_seconds = max(self._nic_at, lender._nic_at, self._time.now) + seconds - self._time.now
+        job.loan_seconds = max(self._nic_at, lender._nic_at, loaded_at, self._time.now) + seconds - self._time.now
         self._nic_at = lender._nic_at = self._time.now + job.loan_seconds
         self.moved["lent"] += len(lent)
 
@@ -132,6 +151,20 @@ class Worker:
             self._run(job)
 
         self._time.later(job.loan_seconds, pulled)
+
+    def lend(self, hashes: Sequence[bytes]) -> tuple[list[int], float]:
+        """Holds the first blocks of a chain, and copies of those in host memory; says when these are loaded."""
+        cached = self.pool.match(hashes)
+        self.pool.share(cached)
+        host, _ = self.directory.following(hashes[len(cached) :])
+        host = min(host, self.pool.available)
+        if not host:
+            return cached, self._time.now
+        self.directory.touch(hashes[len(cached) : len(cached) + host])
+        new = self.pool.allocate(host)
+        self.moved["read"] += host
+        self._link_at = max(self._link_at, self._time.now) + host * BLOCK_BYTES / self._hardware.host_bytes_per_second
+        return cached + new, self._link_at
 
     def _run(self, job: Job) -> None:
         """Loads and computes a prompt, once there is memory for it."""

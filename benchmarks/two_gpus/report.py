@@ -1,5 +1,6 @@
-"""Tables in Markdown, quantiles, and which GPU a process sees."""
+"""Tables in Markdown, lines of JSON, quantiles, and which GPU a process sees."""
 
+import json
 import os
 import sys
 from collections.abc import Sequence
@@ -26,6 +27,12 @@ def table(header: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
     for row in rows:
         print("| " + " | ".join(map(digits, row)) + " |")
     print(flush=True)
+
+
+def say(what: str, **found: object) -> None:
+    """Prints one result, with its numbers rounded."""
+    rounded = {key: round(value, 4) if isinstance(value, float) else value for key, value in found.items()}
+    print(what, json.dumps(rounded), flush=True)
 
 
 def digits(value: object) -> str:

@@ -215,7 +215,8 @@ class LendsPrefixes(Protocol):
     """An engine that lets other workers read blocks of its prefix cache, and takes theirs into it: see Reservation."""
 
     async def lend_prefix(self, block_hashes: Sequence[bytes], rank: int) -> HeldBlocks | None:
-        """Holds the blocks of a chain, from the first link on, as far as they are in the pool of a data-parallel rank.
+        """Holds the blocks of a chain, from the first link on, as far as they are in the pool of a data-parallel rank,
+        or can be loaded into it from host memory.
 
         None if it has none of them, or if too many blocks are held for other workers already. Cancelling frees them.
         """

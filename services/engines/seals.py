@@ -7,8 +7,8 @@ who can write to the memory or the file.
 import hashlib
 import struct
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import lru_cache
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -32,8 +32,7 @@ class DamagedBlock(Exception):
     """A block is not what its place says: it counts as missing."""
 
 
-@dataclass(frozen=True, slots=True)
-class BlockContents:
+class BlockContents(NamedTuple):
     """The contents that a block must have: its name, and for how many tokens."""
 
     block_hash: bytes

@@ -105,7 +105,8 @@ class Forecast(Generic[W]):
         if tokens or seconds > peer.seconds:
             moved = min(tokens or peer.tokens, peer.tokens) / blocks.block_tokens * blocks.block_bytes
             # One that brought nothing would have taken longer: it ends when computing is as quick.
-            self._loan.add(moved, seconds if tokens else _LATE * seconds)
+            pulling = max(0.0, seconds - peer.loading_seconds)
+            self._loan.add(moved, pulling if tokens else _LATE * seconds)
 
     def peer_has_none(self) -> None:
         peer, blocks = self._prediction.load.peer, self._request.blocks

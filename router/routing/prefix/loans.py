@@ -1,6 +1,6 @@
 """The plan to pull the beginning of a prompt from the prefix cache of another worker, where that is sooner."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from heapq import nlargest
 from typing import NamedTuple
 
@@ -15,25 +15,35 @@ _MOST_LENDERS = 3
 _LEAST_GAIN_SECONDS = 0.005
 
 
+_NONE_BELOW = Below()
+
+
 class Lender(NamedTuple):
-    """A rank of a worker, and how many of a prompt's first blocks it has in the pool of its device."""
+    """A rank of a worker, how many of a prompt's first blocks it has in the pool of its device and in host memory, and
+    how long it takes to load the latter into the pool, from where they are lent.
+    """
 
     num_blocks: int
     cost: WorkerCost
     rank: int
+    loading_seconds: float = 0.0
 
 
 def lenders(
-    ranks: Iterable[tuple[WorkerCost, Cache]], blocks: Mapping[Cache, int], below: Mapping[Cache, Below]
+    ranks: Iterable[tuple[WorkerCost, Cache]],
+    blocks: Mapping[Cache, int],
+    below: Mapping[Cache, Below],
+    load_seconds: Callable[[int], float],
 ) -> Sequence[Lender]:
-    """Those of the ranks that have most of a prompt and can lend it, the first ones in their pools only."""
+    """Those of the ranks that have most of a prompt and can lend it: not what is on their disks. `load_seconds` is the
+    time to load so many blocks from host memory.
+    """
     found = {}
     for cost, cache in ranks:
-        have = blocks.get(cache, 0)
-        if cache in below:
-            have -= below[cache].host + below[cache].disk
+        host, disk = below.get(cache, _NONE_BELOW)
+        have = blocks.get(cache, 0) - disk
         if have > 0 and PREFIX_LOANS in cost.record.capabilities:
-            found[cache] = Lender(have, cost, cache.rank)
+            found[cache] = Lender(have, cost, cache.rank, load_seconds(host) if host else 0.0)
     return nlargest(_MOST_LENDERS, found.values(), key=lambda lender: lender.num_blocks)
 
 
@@ -61,13 +71,15 @@ def with_loan(
             if num_blocks <= own.blocks or not link.exists:
                 continue
             pulled = num_blocks - own.in_pool
-            seconds = link.seconds(pulled * request.blocks.block_bytes)
+            seconds = link.seconds(pulled * request.blocks.block_bytes) + lender.loading_seconds
             computing = _seconds(borrower, tokens, num_blocks * size)
             added = max(0.0, seconds - wait)
             if computing + added + link.distance < least:
                 least = computing + added + link.distance
                 saved = _seconds(borrower, tokens, own.in_pool * size) - computing
-                peer = PeerPlan(lender.cost.record, lender.rank, num_blocks, pulled * size, seconds, saved)
+                peer = PeerPlan(
+                    lender.cost.record, lender.rank, num_blocks, pulled * size, seconds, saved, lender.loading_seconds
+                )
                 best = num_blocks, LoadPlan(seconds=added, peer=peer)
     return best[0] * size, best[1]
 

@@ -97,7 +97,8 @@ class PredictedSeconds:
         matched = Matched(blocks, self.caches.below(keys, blocks))
         if not self._prefix_loans or not blocks:
             return matched
-        return matched._replace(lenders=self._rank_costs.lenders((candidates.prefill, candidates.decode), matched))
+        groups = candidates.prefill, candidates.decode
+        return matched._replace(lenders=self._rank_costs.lenders(groups, request, matched))
 
     def _pick(self, options: Sequence[Option[W]], session_key: str) -> Option[W]:
         totals = [total for total, _, _ in options]

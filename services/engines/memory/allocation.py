@@ -70,6 +70,10 @@ class KeptBlocks:
         """True if these may be lent: a loan is never needed, so none is larger than the share."""
         return self.beside(blocks) + len(blocks) <= self._most
 
+    def room_to_lend(self, blocks: Collection[int]) -> int:
+        """Returns how many blocks may be lent beside these."""
+        return self._most - self.beside(blocks) - len(blocks)
+
     def fits_beside_kept(self, cached: Sequence[int], missing: int) -> bool:
         """True if a request would fit if only kept blocks were in the pool. If not, it waits for other workers."""
         return self.beside(cached) + len(cached) + missing <= self._total

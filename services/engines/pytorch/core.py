@@ -160,6 +160,7 @@ class EngineCore:
     def fail_all(self, error: BatonError) -> None:
         """Fails every request with `error`. The step in flight is lost."""
         self.steps.drop_step()
+        self.scheduler.end_promotions()
         for item in [*self.scheduler.running, *self.scheduler.loading, *self.scheduler.waiting]:
             self.abort(item)
             if isinstance(item, TokenSequence):
@@ -189,15 +190,21 @@ class EngineCore:
 
     def _warm_up(self) -> None:
         """Runs a short prompt and some tokens, so that the first request need not wait for initialization."""
+        self._run_short_prompt()
+        if self.tiers is not None:
+            self.tiers.begin(min(self._run_short_prompt() for _ in range(3)))
+
+    def _run_short_prompt(self) -> float:
+        """Runs a prompt of 32 tokens at most; returns the seconds to its first token. Raises its error."""
         outcome: list[Event] = []
-        prompt = Prompt((0,) * min(32, self._parts.limits.max_context_tokens - 1), cache_salt=secrets.token_hex())
+        length = min(32, self._parts.limits.max_context_tokens - 1)
+        prompt = Prompt((0,) * length, cache_salt=secrets.token_hex())
         sampling = Sampling(max_tokens=4, temperature=0.0, ignore_eos=True)
         sequence = self.new_sequence(prompt, sampling, outcome.append, hold=False)
         self.submit(sequence)
         while self.steps.step():
             pass
         self._pool.drop(sequence.chain.upto(sequence.tokens, sequence.computed))
-        if self.tiers is not None:
-            self.tiers.begin()
         if isinstance(outcome[-1], Failed):
             raise outcome[-1].error
+        return sequence.first_token_at - sequence.started

@@ -24,7 +24,7 @@ from services.engines.pytorch.core import EngineCore
 from services.engines.pytorch.engine_loop import EngineLoop
 from services.engines.pytorch.guidance.compiler import GrammarCompiler
 from services.engines.pytorch.kv_cache.blocks import BlockMoved, BlockRemoved, BlockStored, HashChain
-from services.engines.pytorch.kv_cache.held_kv import HeldPrompt, Loan, ReservedBlocks, lend
+from services.engines.pytorch.kv_cache.held_kv import HeldPrompt, Loan, ReservedBlocks, hold_prefix, lend
 from services.engines.pytorch.kv_cache.memory import DeviceMemory
 from services.engines.pytorch.lora.layers import NO_SLOT
 from services.engines.pytorch.lora.slots import EmbeddedLoraSlots
@@ -149,9 +149,9 @@ class PyTorchEngine(Engine):
         return self if self._config.prefix_cache and self._core.exposes_kv else None
 
     async def lend_prefix(self, block_hashes: Sequence[bytes], rank: int) -> Loan | None:
-        """Holds blocks of the prefix cache. See LendsPrefixes."""
+        """Holds blocks of the prefix cache, and copies of those in host memory. See LendsPrefixes."""
         del rank  # there is one
-        return await lend(self._loop, lambda core: core.scheduler.lend_cached(block_hashes))
+        return await lend(self._loop, hold_prefix(self._loop, block_hashes))
 
     def digest(self, block_ids: Sequence[int]) -> list[int]:
         """The digests of blocks, computed where they are. See Engine."""

@@ -152,7 +152,7 @@ class DecodeStream(Generation):
 
     async def lend(self, most_tokens: int) -> LentKv | None:
         """Holds its full blocks. See Generation."""
-        return await lend(self._loop, lambda core: core.scheduler.lend(self._sequence, most_tokens))
+        return await lend(self._loop, self._loop.call(lambda core: core.scheduler.lend(self._sequence, most_tokens)))
 
     async def _start(self) -> None:
         if self._submit is not None:

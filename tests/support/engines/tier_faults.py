@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import pytest
 
 from services.engines.pytorch.kv_cache.tiers.disk import Buffer, DiskFile
-from services.engines.pytorch.kv_cache.tiers.host import Copier, HostRegion
+from services.engines.pytorch.kv_cache.tiers.host import Copier, Digests, HostRegion
 
 Step = tuple[type, str, type[Exception]]
 
@@ -16,7 +16,7 @@ Step = tuple[type, str, type[Exception]]
 STEPS: Sequence[Step] = (
     (Copier, "copy_out", RuntimeError),
     (Copier, "digest", RuntimeError),
-    (Copier, "read", RuntimeError),
+    (Digests, "read", RuntimeError),
     (Copier, "copy_in", RuntimeError),
     (Copier, "wait", RuntimeError),
     (HostRegion, "seal", RuntimeError),

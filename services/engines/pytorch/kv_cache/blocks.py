@@ -14,6 +14,9 @@ from services.engines.prompt import MediaSpan, Retain, Session
 from services.engines.pytorch.kv_cache.kept_cache import KeptCache
 from services.engines.pytorch.kv_cache.retention import RETAINED_SHARE, EvictionOrder, Sessions
 
+# One in so many blocks of the pool is emptied ahead of need.
+_AHEAD_SHARE = 32
+
 NULL_BLOCK = 0
 """Never allocated, and always zero: padding points to it."""
 
@@ -46,8 +49,8 @@ CacheListener = Callable[[BlockStored | BlockRemoved | BlockMoved], None]
 class LowerTiers(Protocol):
     """The tiers below the pool."""
 
-    def demote(self, block: int, block_hash: bytes) -> bool:
-        """Takes over the content of a block that is evicted, and reports it; False if it is lost."""
+    def demote(self, evicted: Sequence[tuple[int, bytes]]) -> Sequence[bytes]:
+        """Takes over the contents of blocks that are evicted, and reports them; returns the names of those lost."""
 
     def stored(self, block_hash: bytes) -> None:
         """Notes that the pool has a block, so that no tier below need have it."""
@@ -90,7 +93,9 @@ class BlockPool:
     def allocate(self, count: int) -> list[int]:
         """Allocates `count` blocks for writing; so many must be available."""
         assert count <= self.available
-        blocks = [heapq.heappop(self._empty) if self._empty else self._evict() for _ in range(count)]
+        blocks = [heapq.heappop(self._empty) for _ in range(min(count, len(self._empty)))]
+        if len(blocks) < count:
+            blocks += self._evict(count - len(blocks))
         for block in blocks:
             self._references[block] = 1
         return blocks
@@ -190,25 +195,39 @@ class BlockPool:
         else:
             heapq.heappush(self._empty, block)
 
-    def _evict(self) -> int:
-        is_dead = self._idle.has_dead
-        block = self._idle.pop()
-        block_hash = self._hash_of[block]
+    def _evict(self, count: int) -> list[int]:
+        """Takes unused blocks that have content. What others may want of it goes to the tiers below, all at once: first
+        that of some more blocks, which are then empty for sequences that grow while all this goes down.
+        """
+        ahead = max(0, min(self.total // _AHEAD_SHARE, self._idle.unretained - count)) if self.lower is not None else 0
+        blocks: list[int] = []
+        evicted: list[tuple[int, bytes]] = []
+        for _ in range(ahead + count):
+            is_dead = self._idle.has_dead
+            block = self._idle.pop()
+            blocks.append(block)
+            if is_dead or self.lower is None:
+                self._forget(block)
+            else:
+                evicted.append((block, self._detach(block)))
+        if self.lower is not None and evicted:
+            for block_hash in self.lower.demote(evicted):
+                self._emit(BlockRemoved(block_hash))
+        for block in blocks[:ahead]:
+            heapq.heappush(self._empty, block)
+        return blocks[ahead:]
+
+    def _detach(self, block: int) -> bytes:
+        """Forgets what a block contains, without a report."""
+        block_hash = self._hash_of.pop(block)
         self._erase(block)
-        if not is_dead and self.lower is not None and self.lower.demote(block, block_hash):
-            self._idle.forget(block_hash)
-            del self._hash_of[block], self._block_of[block_hash]
-        else:
-            self._forget(block)
-        return block
+        self._idle.forget(block_hash)
+        del self._block_of[block_hash]
+        return block_hash
 
     def _forget(self, block: int) -> None:
-        block_hash = self._hash_of.pop(block, None)
-        if block_hash is not None:
-            self._erase(block)
-            self._idle.forget(block_hash)
-            del self._block_of[block_hash]
-            self._emit(BlockRemoved(block_hash))
+        if block in self._hash_of:
+            self._emit(BlockRemoved(self._detach(block)))
 
     def _erase(self, block: int) -> None:
         if self.record_of_cache is not None:

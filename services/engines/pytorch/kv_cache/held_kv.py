@@ -1,7 +1,8 @@
 """Held blocks: a prefill, a decode that has yielded, a loan of one that goes on, and a reservation for a pull."""
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Sequence
+from functools import partial
 
 from runtime.aio import wait_until_done
 from services.engines.answer import FinishReason, FromTiers, PromptLogprobs, TokenLogprob
@@ -126,9 +127,9 @@ class Loan(LentKv):
         return await self._loop.run_shielded(lambda core: core.scheduler.give_back(self._lent))
 
 
-async def lend(loop: EngineLoop, hold: Callable[[EngineCore], LentBlocks | None]) -> Loan | None:
-    """The blocks that `hold` holds on the engine's thread, if any; a cancellation gives them back."""
-    lending = asyncio.ensure_future(loop.call(hold))
+async def lend(loop: EngineLoop, holding: Awaitable[LentBlocks | None]) -> Loan | None:
+    """The blocks that `holding` holds on the engine's thread, if any; a cancellation gives them back."""
+    lending = asyncio.ensure_future(holding)
     try:
         lent = await asyncio.shield(lending)
     except asyncio.CancelledError:
@@ -137,6 +138,17 @@ async def lend(loop: EngineLoop, hold: Callable[[EngineCore], LentBlocks | None]
             await Loan(loop, lost).release()
         raise
     return None if lent is None else Loan(loop, lent)
+
+
+async def hold_prefix(loop: EngineLoop, hashes: Sequence[bytes]) -> LentBlocks | None:
+    """Holds the blocks of a chain that the pool has, and copies of those in host memory."""
+    lent: asyncio.Future[LentBlocks | None] = asyncio.get_running_loop().create_future()
+
+    def begin(core: EngineCore) -> None:
+        core.scheduler.lend_all(hashes, lambda found: loop.notify(partial(lent.set_result, found)))
+
+    await loop.call(begin)
+    return await lent
 
 
 class ReservedBlocks(Reservation):

@@ -56,6 +56,11 @@ class EvictionOrder:
         return len(self._dead) + len(self._idle) + sum(map(len, self._retained.values()))
 
     @property
+    def unretained(self) -> int:
+        """The blocks that nobody retains."""
+        return len(self._dead) + len(self._idle)
+
+    @property
     def has_dead(self) -> bool:
         """True if the block to be evicted is of an ended session."""
         return bool(self._dead)

@@ -119,7 +119,8 @@ class StepPipeline:
         """
         stuck = {block for sequence in self._scheduler.running for block in sequence.blocks}
         is_going_on = any(sequence.awaits_mask for sequence in self._scheduler.running)
-        if not stuck or self._scheduler.reserved or self._scheduler.loading or is_going_on:
+        is_going_on |= bool(self._scheduler.reserved or self._scheduler.loading or self._scheduler.is_promoting)
+        if not stuck or is_going_on:
             self._stuck_since = None
             return False
         if self._pool.used > len(stuck):

@@ -2,7 +2,7 @@
 
 import time
 from collections import Counter, deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -16,7 +16,7 @@ from services.engines.pytorch.kv_cache.tiers.tiers import KvTiers
 from services.engines.pytorch.runners.batch import Chunk
 from services.engines.pytorch.sequence import State, TokenSequence
 from services.engines.pytorch.speculation.drafting import Drafter
-from services.engines.pytorch.steps.tier_loads import BlockReservation, LentBlocks, TierLoads
+from services.engines.pytorch.steps.tier_loads import BlockReservation, LentBlocks, Promotion, TierLoads
 from services.engines.seals import BlockContents
 
 
@@ -156,6 +156,40 @@ class Scheduler:
         if not blocks or not self._limits.prefix_cache or not self.kept.may_lend(blocks):
             return None
         return self._lend(LentBlocks(blocks, len(blocks) * self._limits.block_tokens, 0, hashes[len(blocks) - 1]))
+
+    def lend_all(self, hashes: Sequence[bytes], lent: Callable[[LentBlocks | None], None]) -> None:
+        """Calls `lent` with the blocks of the longest prefix of a chain that is in the pool and in host memory, held as
+        by `lend_cached`: at once, or once those in host memory are copied.
+        """
+        cached = self._pool.match(hashes)
+        contents = self._loads.in_host_memory(hashes[len(cached) :])
+        most = min(self._pool.available_beside(cached) - len(self.running), self.kept.room_to_lend(cached))
+        contents = contents[: max(0, most)]
+        if not contents:
+            lent(self.lend_cached(hashes))
+            return
+        self._pool.share(cached)
+        new = self._pool.allocate(len(contents))
+        self._loads.promote(contents, cached, new, partial(self._lend_promoted, hashes, lent))
+
+    def _lend_promoted(
+        self, hashes: Sequence[bytes], lent: Callable[[LentBlocks | None], None], promotion: Promotion, copied: int
+    ) -> None:
+        blocks = (*promotion.cached, *promotion.new[:copied])
+        if blocks and self.kept.may_lend(blocks):
+            lent(self._lend(LentBlocks(blocks, len(blocks) * self._limits.block_tokens, 0, hashes[len(blocks) - 1])))
+        else:
+            lent(None)
+        self._pool.release([*promotion.cached, *promotion.new])
+
+    def end_promotions(self) -> None:
+        """Ends the loads of blocks that are to be lent."""
+        self._loads.end_promotions()
+
+    @property
+    def is_promoting(self) -> bool:
+        """True if blocks are loaded that are to be lent."""
+        return bool(self._loads.promotions)
 
     def _lend(self, lent: LentBlocks) -> LentBlocks:
         self._pool.share(lent.block_ids)

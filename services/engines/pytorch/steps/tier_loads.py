@@ -8,9 +8,24 @@ from dataclasses import dataclass, field
 
 from baton.errors import BatonError
 from services.engines.pytorch.kv_cache.blocks import BlockPool
+from services.engines.pytorch.kv_cache.tiers.jobs import Load
 from services.engines.pytorch.kv_cache.tiers.tiers import KvTiers
 from services.engines.pytorch.sequence import State, TokenSequence
 from services.engines.seals import BlockContents
+
+
+@dataclass(eq=False, slots=True)
+class Promotion:
+    """A copy of blocks in host memory that is to be lent. They stay there, too.
+
+    It holds `cached`, the blocks of the prefix that the pool has, and `new`, those that are loaded into; `ended` takes
+    them all over, with how many of the new ones have their content.
+    """
+
+    cached: Sequence[int]
+    new: Sequence[int]
+    load: Load
+    ended: Callable[["Promotion", int], None]
 
 
 class TierLoads:
@@ -18,6 +33,7 @@ class TierLoads:
 
     def __init__(self, tiers: KvTiers | None, pool: BlockPool, block_tokens: int) -> None:
         self.sequences: list[TokenSequence] = []
+        self.promotions: list[Promotion] = []
         self._tiers = tiers
         self._pool = pool
         self._block_tokens = block_tokens
@@ -50,12 +66,45 @@ class TierLoads:
         sequence.state = State.LOADING
         self.sequences.append(sequence)
 
+    def in_host_memory(self, hashes: Sequence[bytes]) -> list[BlockContents]:
+        """Returns the first of these blocks if they are in host memory, and no other load brings them."""
+        tiers = self._tiers
+        if tiers is None or not hashes or tiers.is_loading(hashes[0]):
+            return []
+        count, _ = tiers.directory.following(hashes)
+        tiers.directory.touch(hashes[:count])
+        return [BlockContents(block_hash, self._block_tokens) for block_hash in hashes[:count]]
+
+    def promote(
+        self,
+        contents: Sequence[BlockContents],
+        cached: Sequence[int],
+        new: Sequence[int],
+        ended: Callable[[Promotion, int], None],
+    ) -> None:
+        """Starts to copy blocks of host memory into new ones of the pool."""
+        assert self._tiers is not None
+        contents = self.still_there(contents)
+        load = self._tiers.load(contents, new[: len(contents)])
+        self.promotions.append(Promotion(cached, new, load, ended))
+
+    def end_promotions(self) -> None:
+        """Ends all promotions at once."""
+        for promotion in self.promotions:
+            assert self._tiers is not None
+            self._tiers.give_back(promotion.load)
+            promotion.ended(promotion, 0)
+        self.promotions.clear()
+
     def finished(self) -> list[TokenSequence]:
         """Ends the loads that are complete, have failed or are late, and returns their sequences."""
         tiers = self._tiers
         if tiers is None:
             return []
         tiers.poll()
+        for promotion in [each for each in self.promotions if tiers.has_ended(each.load)]:
+            self.promotions.remove(promotion)
+            promotion.ended(promotion, tiers.copied(promotion.load))
         ended = [sequence for sequence in self.sequences if sequence.load and tiers.has_ended(sequence.load)]
         for sequence in ended:
             self._finish(sequence, tiers)

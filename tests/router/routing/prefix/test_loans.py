@@ -92,14 +92,35 @@ def test_a_worker_that_has_the_prefix_itself_pulls_nothing() -> None:
     assert placement.prediction.cached_tokens == 1600
 
 
-def test_only_what_is_in_the_pool_of_the_lender_is_lent() -> None:
+@pytest.mark.parametrize("on_disk", [False, True])
+def test_what_a_lender_has_in_host_memory_is_lent_after_its_load_and_nothing_of_its_disk(*, on_disk: bool) -> None:
     chosen, lender = policy(), seen("d", "decode")
     chosen.caches.replace(Cache(lender.record.process), range(1, 101))
-    chosen.caches.move(Cache(lender.record.process), range(61, 101), on_disk=False)
+    chosen.caches.move(Cache(lender.record.process), range(61, 101), on_disk=on_disk)
     placement = chosen.choose(request(), Candidates([lender], [seen("p")], requires_prefill=True))
     assert placement.prediction is not None
-    assert placement.prediction.load.peer is not None
-    assert placement.prediction.load.peer.num_blocks == 60
+    peer = placement.prediction.load.peer
+    assert peer is not None
+    loading = PRIORS.load_base_seconds + 40 * BLOCK_BYTES / PRIORS.host_bytes_per_second
+    assert peer.num_blocks == (60 if on_disk else 100)
+    assert peer.loading_seconds == pytest.approx(0.0 if on_disk else loading)
+    assert peer.seconds == pytest.approx(peer.num_blocks * BLOCK_BYTES / 1e9 + peer.loading_seconds)
+
+
+def test_what_a_lender_takes_to_load_is_no_cost_of_the_link() -> None:
+    chosen, lender, borrower = policy(), seen("d", "decode"), seen("p")
+    chosen.caches.replace(Cache(lender.record.process), range(1, 101))
+    chosen.caches.move(Cache(lender.record.process), range(2, 101), on_disk=False)
+    link = chosen.costs.of(lender.record).loan_to(chosen.costs.of(borrower.record))
+    before = link.seconds(100 * BLOCK_BYTES)
+    for _ in range(20):
+        placement = chosen.choose(request(), Candidates([lender], [borrower], requires_prefill=True))
+        assert placement.prediction is not None
+        assert placement.prediction.load.peer is not None
+        placement.progress.borrowed(1600, placement.prediction.load.peer.seconds)
+        placement.progress.close()
+        chosen.caches.drop(borrower.record.process)
+    assert link.seconds(100 * BLOCK_BYTES) == pytest.approx(before, rel=0.05)
 
 
 def test_a_free_worker_with_a_loan_is_chosen_before_a_busy_one_that_has_the_prefix() -> None:

@@ -9,6 +9,7 @@ from collections import Counter, OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
+from typing import NamedTuple
 
 from services.engines.kv_events import KvTier
 from services.engines.pytorch.kv_cache.blocks import BlockMoved, BlockRemoved
@@ -78,8 +79,7 @@ class Placed:
     spill: Spill | None
 
 
-@dataclass(frozen=True, slots=True)
-class Place:
+class Place(NamedTuple):
     """A block's tier and its slot there."""
 
     tier: KvTier

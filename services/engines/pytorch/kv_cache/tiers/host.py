@@ -3,6 +3,7 @@
 import mmap
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
 
 import structlog
 import torch
@@ -14,8 +15,8 @@ from services.engines.seals import SEAL_BYTES
 
 log = structlog.get_logger(__name__)
 
-# A copy of at most 2 MB at once, so that the link and the memory are never taken from steps for long.
-_PIECE_WORDS = (2 << 20) // 4
+# A copy of at most 8 MiB at once, so that the link and the memory are never taken from steps for long.
+_PIECE_WORDS = (8 << 20) // 4
 
 
 class HostRegion:
@@ -42,6 +43,20 @@ class HostRegion:
         self.memory.close()
 
 
+@dataclass(frozen=True, slots=True)
+class Digests:
+    """Digests on their way to host memory, where they are once `arrived` has happened."""
+
+    home: torch.Tensor
+    arrived: torch.cuda.Event | None
+
+    def read(self) -> list[int]:
+        """Waits for them, and returns them."""
+        if self.arrived is not None:
+            self.arrived.synchronize()
+        return [int(each) for each in self.home.tolist()]
+
+
 class Copier:
     """Copies blocks between the pool and rows of host memory, and digests those in the pool.
 
@@ -66,17 +81,18 @@ class Copier:
         """Starts a copy into the pool."""
         self._copy(row, self._pool[block])
 
-    def digest(self, blocks: Sequence[int]) -> torch.Tensor:
-        """Starts to digest blocks of the pool, once the copies before have ended."""
-        if self._digests is not None and self._copies is not None:
-            self._digests.wait_stream(self._copies)
-        with _on(self._digests):
-            return self._digester.digest(self._pool, blocks)
-
-    def read(self, digests: torch.Tensor) -> list[int]:
-        """Waits for digests, and all copies before them, and returns them."""
-        with _on(self._digests):
-            return [int(each) for each in digests.tolist()]
+    def digest(self, blocks: Sequence[int]) -> Digests:
+        """Starts to digest blocks of the pool, once the copies before have ended. Copies that follow do not wait."""
+        if self._digests is None or self._copies is None:
+            return Digests(self._digester.digest(self._pool, blocks), None)
+        self._digests.wait_stream(self._copies)
+        with torch.cuda.stream(self._digests):
+            found = self._digester.digest(self._pool, blocks)
+            home = torch.empty(found.shape, dtype=found.dtype, pin_memory=True)
+            home.copy_(found, non_blocking=True)
+            arrived = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
+            arrived.record()
+            return Digests(home, arrived)
 
     def wait(self) -> None:
         """Waits for everything that was started. Any thread may call it."""

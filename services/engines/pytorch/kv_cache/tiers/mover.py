@@ -1,8 +1,8 @@
 """A thread that moves blocks in one direction."""
 
 import queue
-import sys
 import threading
+from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Generic, TypeVar
 
@@ -23,7 +23,8 @@ class Mover(Generic[Job]):
         self._run: Callable[[Sequence[Job]], None] = run
         self._device = device
         self._most_at_once = most_at_once
-        self._jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
+        self._jobs: queue.SimpleQueue[Sequence[Job] | None] = queue.SimpleQueue()
+        self._next_jobs: deque[Job] = deque()  # taken out of the queue; for the thread only
         self._changed = threading.Condition()
         self._is_ending = False
         # A process whose disk hangs can exit all the same.
@@ -38,9 +39,9 @@ class Mover(Generic[Job]):
         """Starts the thread."""
         self._thread.start()
 
-    def submit(self, job: Job) -> None:
-        """Adds a job."""
-        self._jobs.put(job)
+    def submit(self, jobs: Sequence[Job]) -> None:
+        """Adds jobs, all at once: each call may wake the thread, which then wants the interpreter."""
+        self._jobs.put(jobs)
 
     def wait(self, jobs: Sequence[Job], seconds: float) -> bool:
         """Waits until all of these are done; False if they are not in time."""
@@ -73,22 +74,19 @@ class Mover(Generic[Job]):
 
     def _next(self) -> list[Job]:
         """Waits for a job, and returns it with those that follow; none at the end."""
-        first = self._jobs.get()
-        if first is None:
-            return []
-        jobs = [first]
-        jobs += self._waiting(self._most_at_once - 1)
-        return jobs
+        while not self._next_jobs or not self._jobs.empty():
+            jobs = self._jobs.get()
+            if jobs is None:
+                self._is_ending = True
+                return []
+            self._next_jobs += jobs
+        return [self._next_jobs.popleft() for _ in range(min(self._most_at_once, len(self._next_jobs)))]
 
-    def _waiting(self, most: int = sys.maxsize) -> list[Job]:
-        """Takes the jobs that wait, at most so many, out of the queue."""
-        jobs: list[Job] = []
-        while len(jobs) < most and not self._jobs.empty():
-            job = self._jobs.get()
-            if job is None:
-                self._jobs.put(None)
-                break
-            jobs.append(job)
+    def _waiting(self) -> list[Job]:
+        """Takes all that still waits."""
+        jobs = list(self._next_jobs)
+        while not self._jobs.empty():
+            jobs += self._jobs.get() or ()
         return jobs
 
     def _drop(self, jobs: Sequence[Job]) -> None:

@@ -1,15 +1,15 @@
 """Demotions, spills and loads, each direction on a thread of its own."""
 
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 
 import structlog
-import torch
 
 from services.engines.kv_events import KvTier
 from services.engines.pytorch.kv_cache.tiers.disk import Buffers, DiskFile
-from services.engines.pytorch.kv_cache.tiers.host import Copier, HostRegion
+from services.engines.pytorch.kv_cache.tiers.host import Copier, Digests, HostRegion
 from services.engines.pytorch.kv_cache.tiers.jobs import Demotion, Load, LoadItem, Write
 from services.engines.pytorch.kv_cache.tiers.mover import Mover
 from services.engines.seals import DamagedBlock, Sealer
@@ -18,6 +18,10 @@ log = structlog.get_logger(__name__)
 
 # So much is copied before its digests are read: long enough to hide what starting a copy takes.
 _BATCH_BYTES = 32 << 20
+# So many batches are on their way before the first of them must have been checked, or sealed.
+_UNCHECKED = 3
+# So many batches of demotions are one job of their thread.
+_DEMOTED = 4
 # The longest wait of a load for blocks that are still on their way down.
 _LEAVING_SECONDS = 10.0
 # The longest wait for the threads to end; a read or a write of a disk that hangs never does.
@@ -41,7 +45,7 @@ class Movers:
         self._batch = max(1, _BATCH_BYTES // block_bytes)
         device = self._down.device
         self._buffers = Buffers(block_bytes, 1, device) if disk is not None else None  # of loads
-        self.demotions: Mover[Demotion] = Mover("demotions", device, self._demote, self._batch)
+        self.demotions: Mover[Demotion] = Mover("demotions", device, self._demote, _DEMOTED * self._batch)
         self.loads: Mover[Load] = Mover("loads", device, self._load)
         self.writes: Mover[Write] = Mover("writes", device, self._write)
         self.disk_loads: Mover[Load] = Mover("disk-loads", device, self._load_from_disk)
@@ -59,10 +63,10 @@ class Movers:
 
     def begin(self, load: Load) -> None:
         """Starts a load."""
-        (self.loads if load.tier is KvTier.HOST else self.disk_loads).submit(load)
+        (self.loads if load.tier is KvTier.HOST else self.disk_loads).submit([load])
 
     def cancel(self, load: Load) -> None:
-        """Ends a load. When this returns, nothing writes into its blocks any more; it takes two batches at most."""
+        """Ends a load. When this returns, nothing writes into its blocks any more; it takes a few batches at most."""
         load.is_cancelled = True
         # A device that has failed raises RuntimeError, and writes nothing.
         with load.lock, suppress(RuntimeError):
@@ -92,11 +96,20 @@ class Movers:
 
     def _copy_out(self, jobs: Sequence[Demotion]) -> None:
         """Copies blocks to host memory, and seals them. Reads the digest from the pool: it tells of a bad copy, too."""
-        for job in jobs:
-            self._region.set_seal(job.slot, b"")
-            self._down.copy_out(job.block, self._region.words[job.slot])
-        digests = self._down.read(self._down.digest([job.block for job in jobs]))
-        for job, digest in zip(jobs, digests, strict=True):
+        unsealed: deque[tuple[Sequence[Demotion], Digests]] = deque()
+        for start in range(0, len(jobs), self._batch):
+            batch = jobs[start : start + self._batch]
+            for job in batch:
+                self._region.set_seal(job.slot, b"")
+                self._down.copy_out(job.block, self._region.words[job.slot])
+            unsealed.append((batch, self._down.digest([job.block for job in batch])))
+            if len(unsealed) == _UNCHECKED:
+                self._seal(*unsealed.popleft())
+        for batch, digests in unsealed:
+            self._seal(batch, digests)
+
+    def _seal(self, jobs: Sequence[Demotion], digests: Digests) -> None:
+        for job, digest in zip(jobs, digests.read(), strict=True):
             self._region.set_seal(job.slot, self._sealer.seal(job.contents, digest))
 
     def _spill(self, writes: Sequence[Write]) -> None:
@@ -108,7 +121,7 @@ class Movers:
                 write.buffer.set_seal(self._region.seal(write.spill.host_slot))
             except RuntimeError as error:
                 write.failure = str(error)
-            self.writes.submit(write)
+            self.writes.submit([write])
 
     def _write(self, jobs: Sequence[Write]) -> None:
         assert self._disk is not None
@@ -118,40 +131,41 @@ class Movers:
 
     def _load(self, loads: Sequence[Load]) -> None:
         for load in loads:
-            self._await_leaving(load)
             try:
                 self._load_from_host(load)
             finally:
                 self._up.wait()
 
     def _load_from_host(self, load: Load) -> None:
-        """Copies batches, each while the one before is checked."""
-        unchecked: tuple[Sequence[LoadItem], torch.Tensor] | None = None
+        """Copies batches, each while the ones before are checked."""
+        unchecked: deque[tuple[Sequence[LoadItem], Digests]] = deque()
         for start in range(0, len(load.items), self._batch):
             items = load.items[start : start + self._batch]
+            self._await_leaving(items)
             with load.lock:
                 if load.is_cancelled or self._is_closed:
                     return
                 for item in items:
                     self._up.copy_in(self._region.words[item.place.slot], item.block)
                 digests = self._up.digest([item.block for item in items])
-            if unchecked is not None and not self._check_host(load, *unchecked):
+            unchecked.append((items, digests))
+            if len(unchecked) == _UNCHECKED and not self._check_host(load, *unchecked.popleft()):
                 return
-            unchecked = items, digests
-        if unchecked is not None and self._check_host(load, *unchecked):
+        if all(self._check_host(load, *each) for each in unchecked):
             load.seconds = time.monotonic() - load.started
 
-    def _check_host(self, load: Load, items: Sequence[LoadItem], digests: torch.Tensor) -> bool:
+    def _check_host(self, load: Load, items: Sequence[LoadItem], digests: Digests) -> bool:
         seals = [self._region.seal(item.place.slot) for item in items]
-        return self._check(load, items, seals, self._up.read(digests))
+        return self._check(load, items, seals, digests.read())
 
-    def _await_leaving(self, load: Load) -> None:
-        if not self.demotions.wait(load.after, _LEAVING_SECONDS):
+    def _await_leaving(self, items: Sequence[LoadItem]) -> None:
+        """Waits for what must have left the slots and the blocks of the pool."""
+        if not self.demotions.wait([job for item in items for job in item.after], _LEAVING_SECONDS):
             raise OSError("blocks are still on their way down")
 
     def _load_from_disk(self, loads: Sequence[Load]) -> None:
         for load in loads:
-            self._await_leaving(load)
+            self._await_leaving(load.items)
             for item in load.items:
                 if not self._load_through_buffer(load, item):
                     return
@@ -170,7 +184,7 @@ class Movers:
             if load.is_cancelled or self._is_closed:
                 return False
             self._up_from_disk.copy_in(row, item.block)
-            digests = self._up_from_disk.read(self._up_from_disk.digest([item.block]))
+            digests = self._up_from_disk.digest([item.block]).read()
         return self._check(load, [item], [seal], digests)
 
     def _check(self, load: Load, items: Sequence[LoadItem], seals: Sequence[bytes], digests: Sequence[int]) -> bool:

@@ -99,14 +99,19 @@ class KvTiers:
         """True if a request waits for blocks to come or to go."""
         return bool(self._loading or self._waiting)
 
-    def demote(self, block: int, block_hash: bytes) -> bool:
-        """Takes over a block that the pool evicts; False if it cannot be kept. Its content stays until `settle`."""
-        return self._demote(block, BlockContents(block_hash, self._layout.block_tokens))
+    def demote(self, evicted: Sequence[tuple[int, bytes]]) -> Sequence[bytes]:
+        """Takes over blocks that the pool evicts; returns the names of those that cannot be kept. Their content stays
+        until `settle`.
+        """
+        tokens = self._layout.block_tokens
+        kept = self._demote([(block, BlockContents(name, tokens)) for block, name in evicted])
+        return [name for (_, name), is_kept in zip(evicted, kept, strict=True) if not is_kept]
 
     def park(self, block: int, contents: BlockContents) -> bool:
         """Takes over the unfinished last block of a preempted sequence."""
         self.directory.drop(contents.block_hash)
-        return self._demote(block, contents)
+        [is_kept] = self._demote([(block, contents)])
+        return is_kept
 
     def stored(self, block_hash: bytes) -> None:
         """Drops a copy, since the pool has the block again."""
@@ -123,7 +128,7 @@ class KvTiers:
         leaving = self._leaving
         if not leaving:
             return
-        jobs = [leaving[block] for block in blocks if block in leaving]
+        jobs = [job for job in (leaving.get(block) for block in blocks) if job is not None and not job.is_done]
         if jobs and not self._movers.demotions.wait(jobs, _SETTLE_SECONDS):
             raise RuntimeError(f"KV blocks have not left the pool within {_SETTLE_SECONDS:g} s")
 
@@ -145,15 +150,14 @@ class KvTiers:
 
     def load(self, contents: Sequence[BlockContents], blocks: Sequence[int]) -> Load:
         """Starts to load blocks that are in the tiers into blocks of the pool."""
-        items = []
-        after = [self._leaving[block] for block in blocks if block in self._leaving]
+        items, take, leaving, arriving = list[LoadItem](), self.directory.take, self._leaving, self._arriving
         for content, block in zip(contents, blocks, strict=True):
-            if content.block_hash in self._arriving:
-                after.append(self._arriving[content.block_hash])
-            items.append(LoadItem(self.directory.take(content.block_hash), content, block))
-            self._loading[content.block_hash] += 1
+            name = content.block_hash
+            after = [job for job in (leaving.get(block), arriving.get(name)) if job is not None]
+            items.append(LoadItem(take(name), content, block, after))
+        self._loading.update(content.block_hash for content in contents)
         patience = min(self._patience_seconds, self.rates.patience_seconds(len(items)))
-        load = Load(items, after, time.monotonic() + patience)
+        load = Load(items, time.monotonic() + patience)
         self._movers.begin(load)
         return load
 
@@ -174,18 +178,27 @@ class KvTiers:
             self._movers.cancel(load)
         loaded = load.items[: load.checked]
         for index, item in enumerate(load.items):
-            is_damaged = index == load.checked and load.is_damaged
-            if index < load.checked or is_damaged:
+            if index < load.checked:
                 self.directory.free(item.place)
-                is_in_pool = self._end(item)
-                if is_damaged and not is_in_pool:
-                    self._listener(BlockRemoved(item.contents.block_hash))
+                self._end(item)
+            elif index == load.checked and load.is_damaged:
+                self._lose_damaged(load, item)
             else:
                 self._put_back(item)
-            if is_damaged:
-                self._note_failure(item.place.tier, load.failure, is_damage=True)
         self._count(load, loaded)
         return loaded
+
+    def copied(self, load: Load) -> int:
+        """Ends a load whose blocks stay in their tier, too; a damaged one is lost. Returns how many were copied."""
+        if not load.is_done:
+            self._movers.cancel(load)
+        for index, item in enumerate(load.items):
+            if index == load.checked and load.is_damaged:
+                self._lose_damaged(load, item)
+            else:
+                self._put_back(item)
+        self._count(load, load.items[: load.checked])
+        return load.checked
 
     def give_back(self, load: Load) -> None:
         """Ends a load whose request is gone: its blocks stay where they were."""
@@ -194,10 +207,10 @@ class KvTiers:
         for item in load.items:
             self._put_back(item)
 
-    def begin(self) -> None:
-        """Forgets what was counted and measured, since the warm-up is no client's work."""
+    def begin(self, step_seconds: float) -> None:
+        """Forgets what was counted and measured, since the warm-up is no client's work. Any prompt takes a step."""
         self._tokens.clear()
-        self.rates = Rates(self._layout.block_bytes, self._layout.block_tokens)
+        self.rates = Rates(self._layout.block_bytes, self._layout.block_tokens, step_seconds)
 
     def found(self, prompt_tokens: int, cached_tokens: int, loaded: Mapping[KvTier, int]) -> None:
         """Counts a prompt, and how much of it was cached, of which some was loaded."""
@@ -239,6 +252,12 @@ class KvTiers:
         else:
             self.directory.put_back(item.contents.block_hash, item.place)
 
+    def _lose_damaged(self, load: Load, item: LoadItem) -> None:
+        self.directory.free(item.place)
+        if not self._end(item):
+            self._listener(BlockRemoved(item.contents.block_hash))
+        self._note_failure(item.place.tier, load.failure, is_damage=True)
+
     def _end(self, item: LoadItem) -> bool:
         """Ends the load of a block. Returns whether the pool has got the block from elsewhere since that began."""
         block_hash = item.contents.block_hash
@@ -247,16 +266,20 @@ class KvTiers:
         self._back_in_pool.discard(block_hash)
         return is_in_pool
 
-    def _demote(self, block: int, contents: BlockContents) -> bool:
+    def _demote(self, leaving: Sequence[tuple[int, BlockContents]]) -> list[bool]:
         self.poll()
-        placed = self.directory.place(contents.block_hash, may_spill=bool(self._free_buffers))
-        if placed is None:
-            return False
-        job = Demotion(block, placed.slot, contents, self._write_of(placed))
-        self._leaving[block] = self._arriving[contents.block_hash] = job
-        self._demotions.append(job)
-        self._movers.demotions.submit(job)
-        return True
+        jobs: list[Demotion] = []
+        kept: list[bool] = []
+        for block, contents in leaving:
+            placed = self.directory.place(contents.block_hash, may_spill=bool(self._free_buffers))
+            kept.append(placed is not None)
+            if placed is not None:
+                job = Demotion(block, placed.slot, contents, self._write_of(placed))
+                self._leaving[block] = self._arriving[contents.block_hash] = job
+                jobs.append(job)
+        self._demotions += jobs
+        self._movers.demotions.submit(jobs)
+        return kept
 
     def _write_of(self, placed: Placed) -> Write | None:
         if placed.spill is None:

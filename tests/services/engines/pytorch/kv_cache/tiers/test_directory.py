@@ -70,8 +70,8 @@ def test_a_pool_tells_once_where_an_evicted_block_went_and_forgets_the_copy_of_w
     directory = TierDirectory(1, 0, heard.append)
 
     class Tiers:
-        def demote(self, block: int, block_hash: bytes) -> bool:
-            return directory.place(block_hash, may_spill=False) is not None
+        def demote(self, evicted: Sequence[tuple[int, bytes]]) -> list[bytes]:
+            return [name for _, name in evicted if directory.place(name, may_spill=False) is None]
 
         def stored(self, block_hash: bytes) -> None:
             directory.drop(block_hash)
@@ -96,8 +96,8 @@ def test_an_ended_session_s_blocks_leave_the_tiers_and_do_not_go_down() -> None:
     directory = TierDirectory(4, 0, heard.append)
 
     class Tiers:
-        def demote(self, block: int, block_hash: bytes) -> bool:
-            return directory.place(block_hash, may_spill=False) is not None
+        def demote(self, evicted: Sequence[tuple[int, bytes]]) -> list[bytes]:
+            return [name for _, name in evicted if directory.place(name, may_spill=False) is None]
 
         def stored(self, block_hash: bytes) -> None:
             directory.drop(block_hash)

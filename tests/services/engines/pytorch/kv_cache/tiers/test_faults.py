@@ -181,7 +181,7 @@ async def test_a_block_that_leaves_host_memory_as_soon_as_it_comes_takes_its_sea
     def run(tiers: KvTiers) -> None:
         gate = Gate(monkeypatch, Copier, "digest")
         for number in range(6):
-            assert tiers.demote(number, NAMES[number])
+            assert not tiers.demote([(number, NAMES[number])])
             assert gate.reached.wait(60)
         gate.open()
         tiers.settle(range(6))
@@ -201,10 +201,10 @@ async def test_a_block_that_is_lost_and_spilled_again_is_not_read_before_its_sec
     def run(tiers: KvTiers) -> None:
         gate = Gate(monkeypatch, DiskFile, "write")
         for number in (0, 1, 2):  # the last one spills the first
-            assert tiers.demote(number, NAMES[number])
+            assert not tiers.demote([(number, NAMES[number])])
         assert tiers.lose([NAMES[0]]) == 1
         for number in (0, 3, 4):  # which comes back, and is spilled again
-            assert tiers.demote(number, NAMES[number])
+            assert not tiers.demote([(number, NAMES[number])])
         tiers.settle(range(5))
         first = tiers._writes[0]
         gate.let_through()

@@ -97,7 +97,7 @@ async def test_a_block_that_the_pool_got_during_its_load_is_not_put_back(
     llama: Checkpoint, *, is_aborted: bool
 ) -> None:
     def run(tiers: KvTiers, heard: list[object]) -> None:
-        assert tiers.demote(1, NAMES[0])
+        assert not tiers.demote([(1, NAMES[0])])
         tiers.settle([1])
         load = tiers.load([BlockContents(NAMES[0], 15)], [2])  # of another length: it is damaged
         tiers.stored(NAMES[0])
@@ -115,7 +115,7 @@ async def test_a_block_that_the_pool_got_during_its_load_is_not_put_back(
 
 async def test_a_block_is_reported_as_gone_whose_tier_was_closed_during_its_load(llama: Checkpoint) -> None:
     def run(tiers: KvTiers, heard: list[object]) -> None:
-        assert tiers.demote(1, NAMES[0])
+        assert not tiers.demote([(1, NAMES[0])])
         load = tiers.load([BlockContents(NAMES[0], 16)], [2])
         tiers.directory.close(KvTier.HOST)
         tiers.give_back(load)
@@ -127,7 +127,7 @@ async def test_a_block_is_reported_as_gone_whose_tier_was_closed_during_its_load
 async def test_nothing_is_counted_any_more_of_a_load_that_was_cancelled(llama: Checkpoint) -> None:
     def run(tiers: KvTiers, heard: list[object]) -> None:
         del heard
-        assert tiers.demote(1, NAMES[0])
+        assert not tiers.demote([(1, NAMES[0])])
         tiers.settle([1])
         contents = BlockContents(NAMES[0], 16)
         load = tiers.load([contents], [2])
@@ -145,9 +145,9 @@ async def test_a_block_of_two_loads_is_still_loaded_when_one_of_them_has_ended(l
 
     def run(tiers: KvTiers, heard: list[object]) -> None:
         contents = [BlockContents(NAMES[0], 16)]
-        assert tiers.demote(1, NAMES[0])
+        assert not tiers.demote([(1, NAMES[0])])
         first = tiers.load(contents, [2])
-        assert tiers.demote(3, NAMES[0])
+        assert not tiers.demote([(3, NAMES[0])])
         second = tiers.load(contents, [4])
         tiers.give_back(first)
         assert tiers.is_loading(NAMES[0])
