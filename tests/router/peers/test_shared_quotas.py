@@ -26,7 +26,12 @@ def fleet(routers: int = ROUTERS, **quota: float) -> Fleet:
     made = Fleet(QuotasConfig(default=config))
     for number in range(routers):
         made.start(f"r{number}")
+    made.clock.advance(5.0)
     return made
+
+
+def lender(which: Fleet, tenant: str = "acme") -> str:
+    return next(name for name, one in which.routers.items() if one.peers.lends_since(tenant) is not None)
 
 
 async def uses(which: Fleet, router: str, tokens: int, tenant: str = "acme") -> bool:
