@@ -65,7 +65,7 @@ class Quorum:
         self._own = _View(deque([(-math.inf, frozenset({own_id}))], _MOST_CHANGES))
         self._views: dict[str, _View] = {own_id: self._own}
         # As long as this router has promised to each; of itself, as long as it takes its event loop for running.
-        self._promised = {own_id: clock() + _ALONE_SECONDS}
+        self._promised = {own_id: math.inf}
         self._unaware: set[str] = set()  # of the members at the beginning: those that may not know of this router
         self._has_members = False
         self._look_at = -math.inf
@@ -236,7 +236,8 @@ class Quorum:
         fresh = frozenset(name for name in self._members if self._is_alive(name, now)) - own.routers
         if fresh and not own.joining:
             # Until then, promises that were made without them are over.
-            at = max(now + self.promise_seconds, *self._promised.values())
+            others = (until for name, until in self._promised.items() if name != self._own_id)
+            at = max((now + self.promise_seconds, *others))
             own.joining, own.joins = fresh, (at, at)
             self._changed()
         for name in self._promised.keys() - {*own.routers, *self._members}:
