@@ -50,9 +50,11 @@ class TokenBucket:
         """True if it is filled to its size."""
         return not self.rate or self.level >= self.size
 
-    def empty(self, since: float) -> None:
-        """Makes it as if it had been empty at that time."""
-        self._level, self._filled_at = 0.0, since
+    def limit(self, since: float) -> None:
+        """Keeps no more than if it had been empty at that time."""
+        if self.rate:
+            self._fill()
+            self._level = min(self._level, max(0.0, self._filled_at - since) * self.rate)
 
     def lacks_seconds(self, amount: float) -> float:
         """The time until `amount` can be taken: none for nothing, also of what is owed. An amount above the size can be
@@ -123,7 +125,7 @@ class Account:
     requests: TokenBucket
     tokens: TokenBucket
     concurrent: int
-    opened_at: float
+    since: float  # when this router became the home, or before
     loans: dict[str, _Loan] = field(default_factory=dict)  # by router
     running: dict[str, _Running] = field(default_factory=dict)  # by router
 
@@ -213,9 +215,14 @@ class Ledger:
     def account(self, tenant: str, home_since: float) -> Account:
         """A tenant's account. It begins empty when this router becomes the home, since the last home's is unknown."""
         account = self._accounts.get(tenant)
-        if account is None or account.opened_at < home_since:
+        if account is None:
             self._forget()
             account = self._accounts[tenant] = self._open(tenant, home_since)
+        elif account.since < home_since:
+            # It may have lent since then, too: what is left of that is no more than before.
+            account.since = home_since
+            account.requests.limit(home_since)
+            account.tokens.limit(home_since)
         self._accounts.move_to_end(tenant)
         return account
 
@@ -227,10 +234,9 @@ class Ledger:
         quota, clock = self.quota(tenant), self._clock
         requests = TokenBucket(quota.requests_per_second, quota.burst_seconds, clock)
         tokens = TokenBucket(quota.tokens_per_second, quota.burst_seconds, clock)
-        if home_since > float("-inf"):
-            requests.empty(home_since)
-            tokens.empty(home_since)
-        return Account(requests, tokens, quota.concurrent, clock())
+        requests.limit(home_since)
+        tokens.limit(home_since)
+        return Account(requests, tokens, quota.concurrent, home_since)
 
     def _forget(self) -> None:
         """Forgets accounts if there are too many, among the least recently used."""
