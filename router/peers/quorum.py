@@ -178,9 +178,9 @@ class Quorum:
             if own is not None and self.is_registered():
                 # The other one lends only after this one's record is gone.
                 return own[0], now
-        views = (self._views[name] for name in self._members if name in self._views)
+        needed, views = len(self._members) // 2 + 1, [self._views[name] for name in self._members if name in self._views]
+        views = [view for view in views if view.joining or self._is_chosen(key, view.routers)]
         found = [support for view in views if (support := self._supports(view, key, now)) is not None]
-        needed = len(self._members) // 2 + 1
         if len(found) < needed:
             return None
         since = sorted(since for since, _ in found)[needed - 1]
@@ -207,12 +207,16 @@ class Quorum:
 
     def _choose(self, key: str, routers: frozenset[str]) -> str:
         """The router with the highest hash; empty of none."""
-        rank = self._ranks.get(key)
-        if rank is None:
-            if len(self._ranks) >= _MOST_KEYS:
-                self._ranks.clear()
-            rank = self._ranks[key] = tuple(sorted(self._known, key=partial(score, key), reverse=True))
-        return next((name for name in rank if name in routers), "")
+        for name in self._ranks.get(key) or self._rank(key):
+            if name in routers:
+                return name
+        return ""
+
+    def _rank(self, key: str) -> tuple[str, ...]:
+        if len(self._ranks) >= _MOST_KEYS:
+            self._ranks.clear()
+        rank = self._ranks[key] = tuple(sorted(self._known, key=partial(score, key), reverse=True))
+        return rank
 
     def _know(self) -> None:
         views = (view.joining.union(*(routers for _, routers in view.changes)) for view in self._views.values())
