@@ -178,8 +178,9 @@ class Quorum:
             if own is not None and self.is_registered():
                 # The other one lends only after this one's record is gone.
                 return own[0], now
-        needed, views = len(self._members) // 2 + 1, [self._views[name] for name in self._members if name in self._views]
-        views = [view for view in views if view.joining or self._is_chosen(key, view.routers)]
+        needed = len(self._members) // 2 + 1
+        views = (self._views[name] for name in self._members if name in self._views)
+        views = (view for view in views if view.joining or self._is_chosen(key, view.routers))
         found = [support for view in views if (support := self._supports(view, key, now)) is not None]
         if len(found) < needed:
             return None
