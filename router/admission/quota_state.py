@@ -1,6 +1,7 @@
 """A tenant's quota at one router: its last loan and its demand."""
 
 import asyncio
+import math
 from dataclasses import dataclass, field
 
 from baton.engine.v1 import peer_pb2
@@ -33,7 +34,8 @@ class TenantQuota:
     spent: float = 0.0  # tokens beyond the loan, of which the home has not heard
     is_told: bool = True  # whether the home knows how many requests run
     demand: list[float] = field(default_factory=lambda: [0.0, 0.0, 0.0])  # began, tokens since and in the second before
-    away_since: float | None = None  # for how long no router has lent, as far as was asked
+    away_since: float = 0.0  # since when no router has lent, as far as was asked
+    away_at: float = -math.inf  # when that was found last
     refusal: tuple[float, QuotaNeed, peer_pb2.QuotaLoan] | None = None  # until when it is repeated
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)
 

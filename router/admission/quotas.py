@@ -4,6 +4,7 @@ What a router has borrowed it uses without asking. While no router lends a quota
 """
 
 import asyncio
+import math
 from collections import OrderedDict
 from collections.abc import AsyncIterator, Iterable, Iterator
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
@@ -27,6 +28,8 @@ _CHUNK_SECONDS = 0.1  # of its demand, which a router borrows beside what it nee
 _SETTLE_SECONDS = 0.25  # until what was used beyond a loan is told
 _MOST_SETTLED = 1024  # tenants at once
 _COUNT_SECONDS = 2.0  # after which the number of running requests is told again
+_SOON_SECONDS = 2.0  # in which another router lends, if one does at all: requests wait so long
+_RETRY_SECONDS = 0.1  # between two looks for it
 _REFUSED_SECONDS = 0.05  # for which a refusal is repeated without asking
 _WHY = {
     peer_pb2.QUOTA_KIND_REQUESTS: "the rate of requests is exceeded",
@@ -40,12 +43,19 @@ _UNLIMITED: AbstractAsyncContextManager[None] = nullcontext()
 class Quotas:
     """The quotas of all tenants, as this router uses them. `follow` must run if there are other routers."""
 
-    def __init__(self, config: QuotasConfig, clock: Clock = monotonic, peers: Peers = ALONE) -> None:
+    def __init__(
+        self,
+        config: QuotasConfig,
+        clock: Clock = monotonic,
+        peers: Peers = ALONE,
+        wait_seconds: float = _SOON_SECONDS,
+    ) -> None:
         self.ledger = Ledger(config, clock)
         self.is_unlimited = config.are_none  # for every tenant
         self._config = config
         self._clock = clock
         self._peers = peers
+        self._wait_seconds = wait_seconds
         self._tenants: OrderedDict[str, TenantQuota] = OrderedDict()  # least recently seen first
         self._unsettled: dict[str, TenantQuota] = {}
         self._running: dict[str, TenantQuota] = {}  # those whose number of running requests is limited
@@ -138,26 +148,32 @@ class Quotas:
         """Uses what is lent, or asks for it. Raises QuotaExceeded and QuotaUnavailable."""
         if not tenant.is_limited:
             return
+        while (loan := await self._borrow(tenant, need)) is None:
+            if self._is_allowed_without(tenant):
+                return
+            await asyncio.sleep(_RETRY_SECONDS)
+        self._raise_unless(loan, tenant, need)
+
+    async def _borrow(self, tenant: TenantQuota, need: QuotaNeed) -> peer_pb2.QuotaLoan | None:
+        """What is lent here, or was lent already, or is now; None if no router lends."""
         loan = self._use_here(tenant, need)
         if loan is not None:
-            self._raise_unless(loan, tenant, need)
-            return
+            return loan
         self._note_demand(tenant, need)
         if self._use_loan(tenant, need):
-            return
+            return _GRANTED
         async with tenant.lock:
             if self._use_loan(tenant, need):
-                return
+                return _GRANTED
             self._repeat_refusal(tenant, need)
-            loan = await self._ask(tenant, need)
-            self._raise_unless(self._without_lender(tenant) if loan is None else loan, tenant, need)
+            return await self._ask(tenant, need)
 
     def _use_here(self, tenant: TenantQuota, need: QuotaNeed) -> peer_pb2.QuotaLoan | None:
         """Lends to this router itself; None if another one lends, or none."""
         since = self._peers.lends_since(tenant.name)
         if since is None:
             return None
-        tenant.away_since = None
+        tenant.away_at = -math.inf
         # Also what was used under an earlier home.
         self.ledger.account(tenant.name, since).tokens.take(tenant.spent)
         tenant.spent = tenant.requests = tenant.tokens = 0.0
@@ -207,7 +223,7 @@ class Quotas:
         # An answer that comes later than a loan expires is of no use: others may have been lent the same by then.
         if loan.not_home or self._clock() >= asked_at + LOAN_SECONDS:
             return None
-        tenant.away_since = None
+        tenant.away_at = -math.inf
         tenant.requests, tenant.tokens = loan.more_requests, loan.more_tokens
         tenant.expires_at = asked_at + LOAN_SECONDS
         if not loan.granted:
@@ -231,13 +247,18 @@ class Quotas:
             beginning=need.beginning,
         )
 
-    def _without_lender(self, tenant: TenantQuota) -> peer_pb2.QuotaLoan:
-        """Allows a use if no router has lent for a while and that is configured. Raises QuotaUnavailable."""
+    def _is_allowed_without(self, tenant: TenantQuota) -> bool:
+        """True if a use is allowed while no router lends; False if a lender may come soon. Raises QuotaUnavailable."""
         now = self._clock()
-        tenant.away_since = now if tenant.away_since is None else tenant.away_since
-        if self._config.unreachable == "allow" and now - tenant.away_since >= self._config.unreachable_seconds:
+        if now > tenant.away_at + _SOON_SECONDS + self._config.unreachable_seconds:
+            tenant.away_since = now
+        tenant.away_at = now
+        seconds = now - tenant.away_since
+        if self._config.unreachable == "allow" and seconds >= self._config.unreachable_seconds:
             metrics.QUOTA_FALLBACKS.labels("allowed").inc()
-            return _GRANTED
+            return True
+        if seconds < self._wait_seconds:
+            return False
         metrics.QUOTA_FALLBACKS.labels("refused").inc()
         metrics.REFUSALS.labels(QuotaUnavailable.reason).inc()
         raise QuotaUnavailable(f"no router lends the quota of tenant {tenant.name!r:.140} at the moment")

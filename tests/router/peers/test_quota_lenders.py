@@ -1,5 +1,6 @@
 """The lender of a quota: one at a time, whatever stands still, is cut off, is late or dies; and soon another one."""
 
+import asyncio
 import random
 
 import pytest
@@ -7,7 +8,10 @@ from support.router.demand import LEASE_SECONDS, RATE, ROUTERS, STEP, Demand, as
 from support.router.fleets import Fleet
 
 from baton.errors import QuotaUnavailable
+from router.admission.quotas import Quotas
+from router.config import QuotaConfig, QuotasConfig
 from router.peers.quorum import score
+from router.telemetry.stats import RequestStats
 
 LOADS = pytest.mark.parametrize("load", [3.0, 0.9])
 # A lender begins with an empty bucket, which fills slowly where nearly all of the quota is used.
@@ -217,3 +221,30 @@ def _first_of_new_names(which: Fleet) -> str:
     """A name that comes before all others for the tenant."""
     best = max(score("acme", name) for name in which.routers)
     return next(name for number in range(1000) if score("acme", name := f"n{number}") > best)
+
+
+async def test_a_request_waits_for_the_next_lender_and_no_longer_than_two_seconds() -> None:
+    """By real time: the routers' clock is moved beside it."""
+    which = fleet(3, tokens_per_second=100, burst_seconds=10)
+    home = lender(which)
+    here = next(name for name in which.routers if name != home)
+    quotas = Quotas(QuotasConfig(default=QuotaConfig(requests_per_second=1)), which.clock, which.routers[here].peers)
+    which.kill(home)
+    waiting = asyncio.create_task(_begin(quotas))
+    while not waiting.done():
+        await asyncio.sleep(0.01)
+        which.clock.advance(0.05)
+    # It is answered; the next lender's bucket was empty.
+    assert not isinstance(waiting.exception(), QuotaUnavailable)
+    which.cut = {(one, two) for one in which.routers for two in which.routers if one != two}
+    which.clock.advance(2.0)
+    waiting = asyncio.create_task(_begin(quotas))
+    while not waiting.done():
+        await asyncio.sleep(0.01)
+        which.clock.advance(0.05)
+    assert isinstance(waiting.exception(), QuotaUnavailable)
+
+
+async def _begin(quotas: Quotas) -> None:
+    async with quotas.track("acme", RequestStats("r")):
+        pass

@@ -93,7 +93,7 @@ class Fleet:
         peers = RegisteredPeers(record(name), lambda other: DirectLink(self, name, other), self.clock)  # type: ignore[arg-type, return-value]
         workers = StaticFleet()
         workers.set(measured(self.clock, "prefill", "decode", model="m"))
-        quotas = Quotas(self.quotas, self.clock, peers)
+        quotas = Quotas(self.quotas, self.clock, peers, wait_seconds=0.0)
         admission = AdmissionController(
             workers, self.admission, quotas, self.clock, fairness=self.fairness, peers=peers
         )
