@@ -49,7 +49,8 @@ class Pair:
                     await self.run(router, tenant, **fields)  # type: ignore[arg-type]
                     return
                 except aio.AioRpcError as error:
-                    assert error.code() == grpc.StatusCode.RESOURCE_EXHAUSTED
+                    if error.code() != grpc.StatusCode.RESOURCE_EXHAUSTED:
+                        raise
                 await asyncio.sleep(0.1)
 
     async def refusal(self, router: int, tenant: str, **fields: object) -> aio.AioRpcError:
