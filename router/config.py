@@ -82,10 +82,10 @@ class QuotasConfig(Section):
     default: QuotaConfig = QuotaConfig()
     tenants: dict[str, QuotaConfig] = Field(default_factory=dict)
     unreachable: Literal["refuse", "allow"] = Field(
-        default="refuse", description="What to do when the router that keeps a tenant's quota is away for longer."
+        default="refuse", description="What to do when no router has lent a tenant's quota for longer."
     )
     unreachable_seconds: float = Field(
-        default=15.0, ge=0, description="Until then each router has its part: more than the registry's lease."
+        default=15.0, ge=0, description="Until then requests are refused: more than the registry's lease."
     )
 
     @property

@@ -4,7 +4,6 @@ A bucket's level and what it has lent never exceed its size together, so that al
 in any time W. What is lent and not given back within a second counts as used.
 """
 
-import math
 from collections import OrderedDict
 from dataclasses import dataclass, field
 
@@ -22,7 +21,6 @@ _RUNNING_SECONDS = 5.0  # for which a router's number of running requests counts
 _MOST_TENANTS = 10_000
 _LOOKED_AT = 4  # how many are examined for each new tenant, which bounds the cost of one request
 _MOST_SPENT = 2.0**24  # tokens, of one ask
-_HEARD_SECONDS = 2.0  # for which a router that could not reach a home counts as one that cannot
 _BUSY_SECONDS = 1.0  # the advice to retry when too many requests run
 # Of its rate, which a router may give back in a second: one that lies about it gets no more beside its loans.
 _RETURNABLE_SECONDS = 2.0
@@ -52,15 +50,11 @@ class TokenBucket:
         """True if it is filled to its size."""
         return not self.rate or self.level >= self.size
 
-    def empty(self, since: float) -> None:
-        """Makes it as if it had been empty at that time."""
-        self._level, self._filled_at = 0.0, since
-
-    def resize(self, rate: float, burst_seconds: float) -> None:
-        """Changes the rate from now on; what it holds stays, up to its new size."""
-        self._fill()
-        self.rate, self.size = rate, max(1.0, rate * burst_seconds)
-        self._level = min(self._level, self._capacity)
+    def limit(self, since: float) -> None:
+        """Keeps no more than if it had been empty at that time."""
+        if self.rate:
+            self._fill()
+            self._level = min(self._level, max(0.0, self._filled_at - since) * self.rate)
 
     def lacks_seconds(self, amount: float) -> float:
         """The time until `amount` can be taken: none for nothing, also of what is owed. An amount above the size can be
@@ -131,7 +125,7 @@ class Account:
     requests: TokenBucket
     tokens: TokenBucket
     concurrent: int
-    opened_at: float
+    since: float  # when this router became the home, or before
     loans: dict[str, _Loan] = field(default_factory=dict)  # by router
     running: dict[str, _Running] = field(default_factory=dict)  # by router
 
@@ -193,28 +187,13 @@ class Account:
             self.running.pop(borrower, None)
 
 
-@dataclass(slots=True, eq=False)
-class _Parts:
-    """The parts of a quota that routers have together which cannot reach its home."""
-
-    requests: TokenBucket
-    tokens: TokenBucket
-    heard_at: dict[str, float] = field(default_factory=dict)  # by router
-
-    def resize(self, quota: QuotaConfig, part: float) -> None:
-        """Fills them at this part of the quota from now on."""
-        self.requests.resize(part * quota.requests_per_second, quota.burst_seconds)
-        self.tokens.resize(part * quota.tokens_per_second, quota.burst_seconds)
-
-
 class Ledger:
-    """The accounts of the tenants whose home is this router, or would be if it could be reached."""
+    """The accounts of the tenants whose home is this router."""
 
     def __init__(self, config: QuotasConfig, clock: Clock = monotonic) -> None:
         self._config = config
         self._clock = clock
         self._accounts: OrderedDict[str, Account] = OrderedDict()  # least recently used first
-        self._parts: OrderedDict[str, _Parts] = OrderedDict()  # least recently begun first
 
     @property
     def remembered(self) -> int:
@@ -233,41 +212,17 @@ class Ledger:
             return _GRANTED
         return account.lend(borrower, ask, now, returnable)
 
-    def lend_parts(self, borrower: str, ask: peer_pb2.QuotaAsk, routers: int) -> peer_pb2.QuotaLoan:
-        """Answers a router that cannot reach the home: such routers share their parts, so that a demand that is at one
-        of them is not bound to its own. They begin with nothing, as the home may have lent all that there was.
-        """
-        now, parts = self._clock(), self._parts_of(ask.tenant)
-        if max(parts.heard_at.values(), default=-math.inf) < now - ask.home_unreachable_seconds:
-            # Not as of then: until now the asker had its own part.
-            parts.requests.empty(now)
-            parts.tokens.empty(now)
-        heard = {name: at for name, at in parts.heard_at.items() if now < at + _HEARD_SECONDS}
-        parts.heard_at = {**heard, borrower: now}
-        parts.resize(self.quota(ask.tenant), min(1.0, len(parts.heard_at) / max(1, routers)))
-        if lacking := parts.requests.lacks_seconds(ask.requests):
-            return _refusal(peer_pb2.QUOTA_KIND_REQUESTS, lacking)
-        if lacking := parts.tokens.lacks_seconds(ask.tokens):
-            return _refusal(peer_pb2.QUOTA_KIND_TOKENS, lacking)
-        parts.requests.take(ask.requests)
-        parts.tokens.take(ask.tokens)
-        return _GRANTED
-
-    def _parts_of(self, tenant: str) -> _Parts:
-        parts = self._parts.get(tenant)
-        if parts is None:
-            if len(self._parts) >= _MOST_TENANTS:
-                self._parts.popitem(last=False)
-            requests, tokens = TokenBucket(0.0, 1.0, self._clock), TokenBucket(0.0, 1.0, self._clock)
-            parts = self._parts[tenant] = _Parts(requests, tokens)
-        return parts
-
     def account(self, tenant: str, home_since: float) -> Account:
         """A tenant's account. It begins empty when this router becomes the home, since the last home's is unknown."""
         account = self._accounts.get(tenant)
-        if account is None or account.opened_at < home_since:
+        if account is None:
             self._forget()
             account = self._accounts[tenant] = self._open(tenant, home_since)
+        elif account.since < home_since:
+            # It may have lent since then, too: what is left of that is no more than before.
+            account.since = home_since
+            account.requests.limit(home_since)
+            account.tokens.limit(home_since)
         self._accounts.move_to_end(tenant)
         return account
 
@@ -279,10 +234,9 @@ class Ledger:
         quota, clock = self.quota(tenant), self._clock
         requests = TokenBucket(quota.requests_per_second, quota.burst_seconds, clock)
         tokens = TokenBucket(quota.tokens_per_second, quota.burst_seconds, clock)
-        if home_since > float("-inf"):
-            requests.empty(home_since)
-            tokens.empty(home_since)
-        return Account(requests, tokens, quota.concurrent, clock())
+        requests.limit(home_since)
+        tokens.limit(home_since)
+        return Account(requests, tokens, quota.concurrent, home_since)
 
     def _forget(self) -> None:
         """Forgets accounts if there are too many, among the least recently used."""

@@ -21,11 +21,14 @@ class Peers(Protocol):
     def home(self, key: str) -> str:
         """The router that is the home of a key; THIS_ROUTER for this one."""
 
-    def next_home(self, key: str) -> str:
-        """The router that would be the home if the present one were gone."""
-
     def home_since(self, key: str) -> float:
         """Since when this router has been the home of a key, on its monotonic clock."""
+
+    def lenders(self, key: str) -> tuple[str, ...]:
+        """The routers that may lend a tenant's quota, the likeliest first; THIS_ROUTER for this one."""
+
+    def lends_since(self, key: str) -> float | None:
+        """Since when this router has been the only one that lends a tenant's quota; None if it does not lend."""
 
     async def lend(self, home: str, ask: peer_pb2.QuotaAsk) -> peer_pb2.QuotaLoan:
         """Asks another router for a part of a quota. Raises a BatonError if it does not answer soon."""
@@ -45,12 +48,17 @@ class NoPeers:
         del key
         return THIS_ROUTER
 
-    def next_home(self, key: str) -> str:
+    def home_since(self, key: str) -> float:
+        """Always."""
+        del key
+        return float("-inf")
+
+    def lenders(self, key: str) -> tuple[str, ...]:
         """This router."""
         del key
-        return THIS_ROUTER
+        return (THIS_ROUTER,)
 
-    def home_since(self, key: str) -> float:
+    def lends_since(self, key: str) -> float | None:
         """Always."""
         del key
         return float("-inf")

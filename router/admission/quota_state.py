@@ -1,10 +1,10 @@
-"""A tenant's quota at one router: its last loan, its demand, and its part while the home is away."""
+"""A tenant's quota at one router: its last loan and its demand."""
 
 import asyncio
+import math
 from dataclasses import dataclass, field
 
 from baton.engine.v1 import peer_pb2
-from router.admission.ledger import TokenBucket
 from router.config import QuotaConfig
 
 
@@ -21,21 +21,6 @@ NOTHING = QuotaNeed()
 
 
 @dataclass(slots=True, eq=False)
-class QuotaShare:
-    """This router's part of a quota while the home cannot be reached."""
-
-    since: float
-    requests: TokenBucket
-    tokens: TokenBucket
-    concurrent: int
-
-    def empty(self, now: float) -> None:
-        """Begins with nothing."""
-        self.requests.empty(now)
-        self.tokens.empty(now)
-
-
-@dataclass(slots=True, eq=False)
 class TenantQuota:
     """A tenant at this router, with what is left of its last loan."""
 
@@ -49,7 +34,8 @@ class TenantQuota:
     spent: float = 0.0  # tokens beyond the loan, of which the home has not heard
     is_told: bool = True  # whether the home knows how many requests run
     demand: list[float] = field(default_factory=lambda: [0.0, 0.0, 0.0])  # began, tokens since and in the second before
-    share: QuotaShare | None = None
+    away_since: float = 0.0  # since when no router has lent, as far as was asked
+    away_at: float = -math.inf  # when that was found last
     refusal: tuple[float, QuotaNeed, peer_pb2.QuotaLoan] | None = None  # until when it is repeated
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)
 

@@ -1,10 +1,10 @@
 """Quotas of tenants, which all routers of a fleet share: each tenant's home lends the others what they use.
 
-What a router has borrowed it uses without asking. While the home cannot be reached, each router has its part of the
-quota, for a while.
+What a router has borrowed it uses without asking. While no router lends a quota, requests are refused.
 """
 
 import asyncio
+import math
 from collections import OrderedDict
 from collections.abc import AsyncIterator, Iterable, Iterator
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
@@ -12,9 +12,9 @@ from itertools import islice
 
 from baton.engine.v1 import peer_pb2
 from baton.errors import BatonError, QuotaExceeded, QuotaUnavailable
-from router.admission.ledger import LOAN_SECONDS, THIS_ROUTER, Ledger, TokenBucket
+from router.admission.ledger import LOAN_SECONDS, THIS_ROUTER, Ledger
 from router.admission.peers import ALONE, Peers
-from router.admission.quota_state import NOTHING, QuotaNeed, QuotaShare, TenantQuota
+from router.admission.quota_state import NOTHING, QuotaNeed, TenantQuota
 from router.config import QuotaConfig, QuotasConfig
 from router.routing.latency import Clock
 from router.telemetry import metrics
@@ -28,6 +28,8 @@ _CHUNK_SECONDS = 0.1  # of its demand, which a router borrows beside what it nee
 _SETTLE_SECONDS = 0.25  # until what was used beyond a loan is told
 _MOST_SETTLED = 1024  # tenants at once
 _COUNT_SECONDS = 2.0  # after which the number of running requests is told again
+_SOON_SECONDS = 2.0  # in which another router lends, if one does at all: requests wait so long
+_RETRY_SECONDS = 0.1  # between two looks for it
 _REFUSED_SECONDS = 0.05  # for which a refusal is repeated without asking
 _WHY = {
     peer_pb2.QUOTA_KIND_REQUESTS: "the rate of requests is exceeded",
@@ -41,12 +43,19 @@ _UNLIMITED: AbstractAsyncContextManager[None] = nullcontext()
 class Quotas:
     """The quotas of all tenants, as this router uses them. `follow` must run if there are other routers."""
 
-    def __init__(self, config: QuotasConfig, clock: Clock = monotonic, peers: Peers = ALONE) -> None:
+    def __init__(
+        self,
+        config: QuotasConfig,
+        clock: Clock = monotonic,
+        peers: Peers = ALONE,
+        wait_seconds: float = _SOON_SECONDS,
+    ) -> None:
         self.ledger = Ledger(config, clock)
         self.is_unlimited = config.are_none  # for every tenant
         self._config = config
         self._clock = clock
         self._peers = peers
+        self._wait_seconds = wait_seconds
         self._tenants: OrderedDict[str, TenantQuota] = OrderedDict()  # least recently seen first
         self._unsettled: dict[str, TenantQuota] = {}
         self._running: dict[str, TenantQuota] = {}  # those whose number of running requests is limited
@@ -114,8 +123,7 @@ class Quotas:
         await asyncio.gather(*(self._settle(tenant) for tenant in tenants))
 
     async def _settle(self, tenant: TenantQuota) -> None:
-        if self._peers.home(tenant.name) == THIS_ROUTER:
-            self._use_here(tenant, NOTHING)
+        if self._use_here(tenant, NOTHING) is not None:
             return
         async with tenant.lock:
             left_seconds = tenant.expires_at - self._clock()
@@ -130,7 +138,7 @@ class Quotas:
         """
         for name in {*names, *islice(self._config.tenants, _MOST_SETTLED)}:
             account = self.ledger.known(name)
-            if account is not None and self._peers.home(name) == THIS_ROUTER:
+            if account is not None and self._peers.lends_since(name) is not None:
                 requests, tokens = account.requests, account.tokens
                 yield name, requests.level if requests.rate else None, tokens.level if tokens.rate else None
 
@@ -140,24 +148,35 @@ class Quotas:
         """Uses what is lent, or asks for it. Raises QuotaExceeded and QuotaUnavailable."""
         if not tenant.is_limited:
             return
-        if self._peers.home(tenant.name) == THIS_ROUTER:
-            self._raise_unless(self._use_here(tenant, need), tenant, need)
-            return
+        while (loan := await self._borrow(tenant, need)) is None:
+            if self._is_allowed_without(tenant):
+                return
+            await asyncio.sleep(_RETRY_SECONDS)
+        self._raise_unless(loan, tenant, need)
+
+    async def _borrow(self, tenant: TenantQuota, need: QuotaNeed) -> peer_pb2.QuotaLoan | None:
+        """What is lent here, or was lent already, or is now; None if no router lends."""
+        loan = self._use_here(tenant, need)
+        if loan is not None:
+            return loan
         self._note_demand(tenant, need)
         if self._use_loan(tenant, need):
-            return
+            return _GRANTED
         async with tenant.lock:
             if self._use_loan(tenant, need):
-                return
+                return _GRANTED
             self._repeat_refusal(tenant, need)
-            loan = await self._ask(tenant, need)
-            if loan is None:
-                loan = await self._use_share(tenant, need)
-            self._raise_unless(loan, tenant, need)
+            return await self._ask(tenant, need)
 
-    def _use_here(self, tenant: TenantQuota, need: QuotaNeed) -> peer_pb2.QuotaLoan:
-        if tenant.spent or tenant.share:
-            self._spend_here(tenant)
+    def _use_here(self, tenant: TenantQuota, need: QuotaNeed) -> peer_pb2.QuotaLoan | None:
+        """Lends to this router itself; None if another one lends, or none."""
+        since = self._peers.lends_since(tenant.name)
+        if since is None:
+            return None
+        tenant.away_at = -math.inf
+        # Also what was used under an earlier home.
+        self.ledger.account(tenant.name, since).tokens.take(tenant.spent)
+        tenant.spent = tenant.requests = tenant.tokens = 0.0
         ask = peer_pb2.QuotaAsk(
             tenant=tenant.name,
             requests=need.requests,
@@ -165,14 +184,7 @@ class Quotas:
             running=tenant.running - need.beginning,
             beginning=need.beginning,
         )
-        return self.ledger.lend(THIS_ROUTER, ask, self._peers.home_since(tenant.name))
-
-    def _spend_here(self, tenant: TenantQuota) -> None:
-        """Charges the account here for what was used, also under an earlier home."""
-        account = self.ledger.account(tenant.name, self._peers.home_since(tenant.name))
-        account.tokens.take(tenant.spent)
-        tenant.spent = tenant.requests = tenant.tokens = 0.0
-        tenant.share = None
+        return self.ledger.lend(THIS_ROUTER, ask, since)
 
     def _use_loan(self, tenant: TenantQuota, need: QuotaNeed) -> bool:
         quota, has_expired = tenant.quota, self._clock() >= tenant.expires_at
@@ -187,11 +199,42 @@ class Quotas:
         return True
 
     async def _ask(self, tenant: TenantQuota, need: QuotaNeed) -> peer_pb2.QuotaLoan | None:
-        """Gives the last loan back and asks for another one; None if the home does not answer. Holds the lock."""
+        """Gives the last loan back and asks for another one; None if no router lends. Holds the lock."""
+        for lender in self._peers.lenders(tenant.name):
+            loan = None if lender == THIS_ROUTER else await self._ask_one(lender, tenant, need)
+            if loan is not None:
+                return loan
+        return None
+
+    async def _ask_one(self, lender: str, tenant: TenantQuota, need: QuotaNeed) -> peer_pb2.QuotaLoan | None:
         asked_at = self._clock()
-        is_valid = asked_at < tenant.expires_at
+        ask = self._ask_of(tenant, need, is_valid=asked_at < tenant.expires_at)
+        tenant.requests = tenant.tokens = 0.0
+        tenant.spent, is_told, tenant.is_told = 0.0, False, True
+        try:
+            loan = await self._peers.lend(lender, ask)
+            is_told = not loan.not_home
+        except BatonError:
+            return None
+        finally:
+            if not is_told:
+                tenant.spent += ask.spent_tokens
+                tenant.is_told = False
+        # An answer that comes later than a loan expires is of no use: others may have been lent the same by then.
+        if loan.not_home or self._clock() >= asked_at + LOAN_SECONDS:
+            return None
+        tenant.away_at = -math.inf
+        tenant.requests, tenant.tokens = loan.more_requests, loan.more_tokens
+        tenant.expires_at = asked_at + LOAN_SECONDS
+        if not loan.granted:
+            tenant.refusal = (self._clock() + _REFUSED_SECONDS, need, loan)
+        elif tenant.requests or tenant.tokens:
+            self._unsettled[tenant.name] = tenant
+        return loan
+
+    def _ask_of(self, tenant: TenantQuota, need: QuotaNeed, *, is_valid: bool) -> peer_pb2.QuotaAsk:
         more = max(tenant.demand[1], tenant.demand[2]) * _CHUNK_SECONDS
-        ask = peer_pb2.QuotaAsk(
+        return peer_pb2.QuotaAsk(
             tenant=tenant.name,
             left_requests=max(0.0, tenant.requests) if is_valid else 0.0,
             left_tokens=max(0.0, tenant.tokens) if is_valid else 0.0,
@@ -203,85 +246,22 @@ class Quotas:
             running=max(0, tenant.running - need.beginning),
             beginning=need.beginning,
         )
-        tenant.requests = tenant.tokens = 0.0
-        tenant.spent, is_told, tenant.is_told = 0.0, False, True
-        try:
-            loan = await self._peers.lend(self._peers.home(tenant.name), ask)
-            is_told = not loan.not_home
-        except BatonError:
-            loan = None
-        finally:
-            if not is_told:
-                tenant.spent += ask.spent_tokens
-                tenant.is_told = False
-        if loan is None or loan.not_home:
-            return None
-        tenant.share = None
-        tenant.requests, tenant.tokens = loan.more_requests, loan.more_tokens
-        tenant.expires_at = asked_at + LOAN_SECONDS
-        if not loan.granted:
-            tenant.refusal = (self._clock() + _REFUSED_SECONDS, need, loan)
-        elif tenant.requests or tenant.tokens:
-            self._unsettled[tenant.name] = tenant
-        return loan
 
-    async def _use_share(self, tenant: TenantQuota, need: QuotaNeed) -> peer_pb2.QuotaLoan:
-        """Uses the parts of all that cannot reach the home, else this router's own.
-
-        Raises QuotaUnavailable after a while, unless all is allowed then.
-        """
-        share = tenant.share = tenant.share or self._share_of(tenant)
-        if self._clock() - share.since > self._config.unreachable_seconds:
-            if self._config.unreachable == "allow":
-                metrics.QUOTA_FALLBACKS.labels("allowed").inc()
-                return _GRANTED
-            metrics.QUOTA_FALLBACKS.labels("refused").inc()
-            metrics.REFUSALS.labels(QuotaUnavailable.reason).inc()
-            raise QuotaUnavailable(f"the router that has the quota of tenant {tenant.name!r:.140} cannot be reached")
-        if share.concurrent and need.beginning and tenant.running > share.concurrent:
-            raise _exceeded(tenant.name, _WHY[peer_pb2.QUOTA_KIND_CONCURRENT], 1.0)
+    def _is_allowed_without(self, tenant: TenantQuota) -> bool:
+        """True if a use is allowed while no router lends; False if a lender may come soon. Raises QuotaUnavailable."""
         now = self._clock()
-        loan = await self._ask_next_home(tenant, need, max(1e-3, now - share.since))
-        if loan is not None:
-            share.empty(now)
-            if loan.granted:
-                metrics.QUOTA_FALLBACKS.labels("own_part").inc()
-            else:
-                tenant.refusal = (self._clock() + _REFUSED_SECONDS, need, loan)
-            return loan
-        lacking = max(share.requests.lacks_seconds(need.requests), share.tokens.lacks_seconds(need.tokens))
-        if lacking:
-            why = "its part of the quota is exceeded, as the router that has the whole cannot be reached"
-            raise _exceeded(tenant.name, why, lacking)
-        metrics.QUOTA_FALLBACKS.labels("own_part").inc()
-        share.requests.take(need.requests)
-        share.tokens.take(need.tokens)
-        return _GRANTED
-
-    async def _ask_next_home(self, tenant: TenantQuota, need: QuotaNeed, seconds: float) -> peer_pb2.QuotaLoan | None:
-        """Of the parts of all routers that cannot reach the home, as this one could not for some seconds.
-
-        None if the router that lends them does not answer.
-        """
-        ask = peer_pb2.QuotaAsk(
-            tenant=tenant.name, requests=need.requests, tokens=need.tokens, home_unreachable_seconds=seconds
-        )
-        next_home = self._peers.next_home(tenant.name)
-        if next_home == THIS_ROUTER:
-            return self.ledger.lend_parts(THIS_ROUTER, ask, self._peers.count)
-        try:
-            loan = await self._peers.lend(next_home, ask)
-        except BatonError:
-            return None
-        return None if loan.not_home else loan
-
-    def _share_of(self, tenant: TenantQuota) -> QuotaShare:
-        routers, quota, now = max(1, self._peers.count), tenant.quota, self._clock()
-        requests = TokenBucket(quota.requests_per_second / routers, quota.burst_seconds, self._clock)
-        tokens = TokenBucket(quota.tokens_per_second / routers, quota.burst_seconds, self._clock)
-        share = QuotaShare(now, requests, tokens, -(-quota.concurrent // routers))
-        share.empty(now)  # the home may have lent all that there was
-        return share
+        if now > tenant.away_at + _SOON_SECONDS + self._config.unreachable_seconds:
+            tenant.away_since = now
+        tenant.away_at = now
+        seconds = now - tenant.away_since
+        if self._config.unreachable == "allow" and seconds >= self._config.unreachable_seconds:
+            metrics.QUOTA_FALLBACKS.labels("allowed").inc()
+            return True
+        if seconds < self._wait_seconds:
+            return False
+        metrics.QUOTA_FALLBACKS.labels("refused").inc()
+        metrics.REFUSALS.labels(QuotaUnavailable.reason).inc()
+        raise QuotaUnavailable(f"no router lends the quota of tenant {tenant.name!r:.140} at the moment")
 
     def _repeat_refusal(self, tenant: TenantQuota, need: QuotaNeed) -> None:
         """Raises the last refusal again if it has just been made for no more than this."""
@@ -308,11 +288,9 @@ class Quotas:
     def _note_spent(self, tenant: TenantQuota, tokens: int) -> None:
         if not tenant.is_limited or not (tokens or tenant.quota.concurrent):
             return
-        if self._peers.home(tenant.name) == THIS_ROUTER:
+        if self._peers.lends_since(tenant.name) is not None:
             tenant.spent += tokens
-            self._spend_here(tenant)
-            if tenant.quota.concurrent:
-                self._use_here(tenant, NOTHING)
+            self._use_here(tenant, NOTHING)
             return
         lent = min(tokens, max(0.0, tenant.tokens)) if self._clock() < tenant.expires_at else 0.0
         tenant.tokens -= lent
@@ -321,8 +299,9 @@ class Quotas:
         self._unsettled[tenant.name] = tenant
 
     def _give_back(self, tenant: TenantQuota, tokens: int) -> None:
-        if self._peers.home(tenant.name) == THIS_ROUTER:
-            self.ledger.account(tenant.name, self._peers.home_since(tenant.name)).tokens.give_back(tokens)
+        since = self._peers.lends_since(tenant.name)
+        if since is not None:
+            self.ledger.account(tenant.name, since).tokens.give_back(tokens)
         else:
             tenant.tokens += tokens
 

@@ -13,8 +13,10 @@ from baton.calls import unary
 from baton.engine.v1 import peer_pb2, peer_pb2_grpc
 from baton.errors import BatonError, InvalidReply, Unavailable
 from discovery.registry import WorkerRecord
+from router.peers.quorum import Quorum
 from rpc.channels import Dial
 from runtime.aio import TaskGroup
+from runtime.clock import monotonic
 
 log = structlog.get_logger(__name__)
 
@@ -43,11 +45,32 @@ class PeerLink:
         self._asked = asyncio.Event()
         self._failed_at = -math.inf
         self._channel: aio.Channel | None = None
+        self._group = group
         self._task = group.create_task(self._run())
+        self._polling: asyncio.Task[None] | None = None
 
     def close(self) -> None:
         """Ends the calls; what waits fails with Unavailable."""
         self._task.cancel()
+        if self._polling is not None:
+            self._polling.cancel()
+
+    def poll(self, quorum: Quorum) -> "PeerLink":
+        """Asks this router for its promises again and again from now on. Returns the link."""
+        self._polling = self._group.create_task(self._poll(quorum))
+        return self
+
+    async def _poll(self, quorum: Quorum) -> None:
+        request, name = peer_pb2.PromiseRequest(router_id=self._own_id), self.record.worker_id
+        while True:
+            asked_at = monotonic()
+            try:
+                promise = await unary(self._stub().Promise(request, timeout=self._timeout_seconds))
+                check_promise(promise)
+                quorum.take(name, promise, asked_at)
+            except BatonError:
+                pass
+            await asyncio.sleep(max(0.0, asked_at + quorum.poll_seconds - monotonic()))
 
     async def ask_quota(self, ask: peer_pb2.QuotaAsk) -> peer_pb2.QuotaLoan:
         """Raises a BatonError if there is no answer in time, or a moment after that happened."""
@@ -135,6 +158,14 @@ def check_response(response: peer_pb2.LendResponse, quotas: int, places: int) ->
     for loan in response.places:
         if not are_counters(loan.counters.values()):
             raise InvalidReply("a router told counters that are no numbers")
+
+
+def check_promise(promise: peer_pb2.PromiseResponse) -> None:
+    """Raises InvalidReply for a promise that no router may give."""
+    if len(promise.routers) + len(promise.joining) > MOST_ASKS:
+        raise InvalidReply(f"a router told more than {MOST_ASKS} routers")
+    if not all(0 <= number <= MOST_NUMBER for number in (promise.seconds, promise.joins_seconds, promise.age_seconds)):
+        raise InvalidReply("a router promised for what is no time")
 
 
 def are_counters(numbers: Iterable[float]) -> bool:

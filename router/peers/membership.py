@@ -1,12 +1,10 @@
 """The registered routers of a namespace, and which of them is the home of a key."""
 
-import hashlib
 import math
 from collections import deque
 from collections.abc import Callable, Iterable
 from contextlib import aclosing
 from functools import partial
-from heapq import nlargest
 
 import structlog
 
@@ -15,6 +13,7 @@ from baton.errors import Unavailable
 from discovery.registry import Registry, WorkerRecord
 from router.admission.ledger import THIS_ROUTER
 from router.peers.link import PeerLink
+from router.peers.quorum import Quorum, score
 from router.routing.latency import Clock
 from router.telemetry import metrics
 from runtime.clock import monotonic
@@ -23,6 +22,8 @@ log = structlog.get_logger(__name__)
 
 # The capability of routers that share neither quotas nor places: they are no home.
 RECORDS_ONLY = "records_only"
+# That of routers that have quotas: they decide together which of them lends each.
+QUOTAS = "quotas"
 
 _LOOPBACK = ("127.0.0.1", "localhost", "::1")
 _MOST_HOMES = 20_000  # that are remembered
@@ -40,10 +41,11 @@ class RegisteredPeers:
 
     def __init__(self, own: WorkerRecord, connect: Connect, clock: Clock = monotonic) -> None:
         self.own = own
+        self.quorum = Quorum(own.worker_id, clock)
         self._connect = connect
         self._clock = clock
         self._links: dict[str, PeerLink] = {}
-        self._homes: dict[str, tuple[str, str]] = {}  # the present and the next one
+        self._homes: dict[str, str] = {}
         self._since: dict[str, float] = {}
         self._has_view = False
         # The latest first: since when which routers were registered.
@@ -94,6 +96,7 @@ class RegisteredPeers:
         if not self._has_view:
             self._has_view = True
             self.changed()
+        self.quorum.set_members({name for name in homes if QUOTAS in others[name].capabilities} | own)
         if not self._views or routers != self._views[0][1]:
             self._views.appendleft((self._clock(), routers))
             self._homes.clear()
@@ -108,19 +111,11 @@ class RegisteredPeers:
 
     def home(self, key: str) -> str:
         """The home router of a key (`Peers.home`)."""
-        return self._first_two(key)[0]
-
-    def next_home(self, key: str) -> str:
-        """The router that would be the home without the present one (`Peers.next_home`)."""
-        return self._first_two(key)[1]
-
-    def _first_two(self, key: str) -> tuple[str, str]:
         found = self._homes.get(key)
         if found is None:
             if len(self._homes) >= _MOST_HOMES:
                 self._homes.clear()
-            home, *others = (self._named(name) for name in nlargest(2, self._views[0][1], partial(_score, key)))
-            found = self._homes[key] = home, others[0] if others else THIS_ROUTER
+            found = self._homes[key] = self._choose(key, self._views[0][1])
         return found
 
     def home_since(self, key: str) -> float:
@@ -140,6 +135,14 @@ class RegisteredPeers:
             since = began
         return since
 
+    def lenders(self, key: str) -> tuple[str, ...]:
+        """The routers that may lend a quota, the likeliest first (`Peers.lenders`)."""
+        return tuple(self._named(name) for name in self.quorum.lenders(key))
+
+    def lends_since(self, key: str) -> float | None:
+        """Since when this router lends a quota (`Peers.lends_since`)."""
+        return self.quorum.lends_since(key)
+
     async def lend(self, home: str, ask: peer_pb2.QuotaAsk) -> peer_pb2.QuotaLoan:
         """Asks the home for a part of a quota (`Peers.lend`)."""
         return await self._link(home).ask_quota(ask)
@@ -155,7 +158,7 @@ class RegisteredPeers:
         return link
 
     def _choose(self, key: str, routers: tuple[str, ...]) -> str:
-        return self._named(max(routers, key=partial(_score, key)))
+        return self._named(max(routers, key=partial(score, key)))
 
     def _named(self, router: str) -> str:
         return THIS_ROUTER if router == self.own.worker_id else router
@@ -164,10 +167,6 @@ class RegisteredPeers:
         if _is_local(self.own) or _is_local(other):
             return _is_local(self.own) and _is_local(other) and self.own.location.host == other.location.host
         return True
-
-
-def _score(key: str, router: str) -> bytes:
-    return hashlib.blake2b(f"{router}\n{key}".encode(), digest_size=8).digest()
 
 
 def _is_local(record: WorkerRecord) -> bool:

@@ -18,7 +18,8 @@ from router.admission.controller import AdmissionController
 from router.admission.ledger import THIS_ROUTER
 from router.config import RouterConfig
 from router.peers.link import MOST_ASKS, MOST_NUMBER, PeerLink, are_counters
-from router.peers.membership import RECORDS_ONLY, RegisteredPeers
+from router.peers.membership import QUOTAS, RECORDS_ONLY, RegisteredPeers
+from router.peers.quorum import Quorum
 from router.peers.tenants import own_tenants
 from rpc.auth.access import Access, Rules
 from rpc.channels import dialer
@@ -53,6 +54,9 @@ class PeerServicer(peer_pb2_grpc.PeerServiceServicer):
         check(request)
         return self.lend(request)
 
+    async def Promise(self, request: peer_pb2.PromiseRequest, _context: Context) -> peer_pb2.PromiseResponse:
+        return self._peers.quorum.answer(request.router_id)
+
     async def ListOwnTenants(
         self, _request: peer_pb2.ListOwnTenantsRequest, _context: Context
     ) -> peer_pb2.ListOwnTenantsResponse:
@@ -77,12 +81,8 @@ class PeerServicer(peer_pb2_grpc.PeerServiceServicer):
         return peer_pb2.LendResponse(quotas=[self._quota(borrower, ask) for ask in request.quotas], places=places)
 
     def _quota(self, borrower: str, ask: peer_pb2.QuotaAsk) -> peer_pb2.QuotaLoan:
-        ledger = self._admission.quotas.ledger
-        if ask.home_unreachable_seconds and self._peers.next_home(ask.tenant) == THIS_ROUTER:
-            return ledger.lend_parts(borrower, ask, self._peers.count)
-        if ask.home_unreachable_seconds or self._peers.home(ask.tenant) != THIS_ROUTER:
-            return _NOT_HOME
-        return ledger.lend(borrower, ask, self._peers.home_since(ask.tenant))
+        since = self._peers.lends_since(ask.tenant)
+        return _NOT_HOME if since is None else self._admission.quotas.ledger.lend(borrower, ask, since)
 
 
 def check(request: peer_pb2.LendRequest) -> None:
@@ -96,7 +96,7 @@ def check(request: peer_pb2.LendRequest) -> None:
             f"quotas[{index}]",
             (
                 *(ask.left_requests, ask.left_tokens, ask.spent_tokens, ask.requests, ask.tokens),
-                *(ask.more_requests, ask.more_tokens, ask.home_unreachable_seconds),
+                *(ask.more_requests, ask.more_tokens),
             ),
         )
     for index, wish in enumerate(request.places):
@@ -125,9 +125,13 @@ async def follow_peers(config: RouterConfig, registry: Registry) -> AsyncIterato
     """The other routers, while the context is open. Entering waits a little for the first view."""
     async with TaskGroup() as group:
         own, dial = _own_record(config), dialer(config.tls.call)
-        peers = RegisteredPeers(
-            own, lambda record: PeerLink(record, own.worker_id, group, dial, config.peers.timeout_seconds)
-        )
+        has_quotas = QUOTAS in own.capabilities
+
+        def connect(record: WorkerRecord) -> PeerLink:
+            link = PeerLink(record, own.worker_id, group, dial, config.peers.timeout_seconds)
+            return link.poll(peers.quorum) if has_quotas and QUOTAS in record.capabilities else link
+
+        peers = RegisteredPeers(own, connect)
         seen = asyncio.Event()
         peers.changed = seen.set
         following = group.create_task(lasting("router_registry", partial(peers.follow, registry.routers)))
@@ -154,7 +158,11 @@ async def serve_peers(
     """Serves other routers and is registered while the context is open; borrows and gives back by tasks."""
     async with AsyncExitStack() as stack:
         group = await stack.enter_async_context(TaskGroup())
-        works = (("quotas", admission.quotas.follow), ("places", admission.share)) if config.shares_limits else ()
+        works = (
+            (("quotas", admission.quotas.follow), ("places", admission.share), ("quorum", peers.quorum.follow))
+            if config.shares_limits
+            else ()
+        )
         for name, work in works:
             stack.callback(group.create_task(lasting(name, work)).cancel)
         health = Health()
@@ -173,14 +181,16 @@ async def serve_peers(
         )
         health.set("", True)
         record = replace(peers.own, address=config.peers.advertise or f"{_host(config)}:{server.port}")
-        registering = group.create_task(lasting("router_registration", partial(_registered, registry, record)))
+        registered = partial(_registered, registry, record, peers.quorum)
+        registering = group.create_task(lasting("router_registration", registered))
         stack.callback(registering.cancel)
         yield
 
 
-async def _registered(registry: Registry, record: WorkerRecord) -> None:
+async def _registered(registry: Registry, record: WorkerRecord, quorum: Quorum) -> None:
     """Keeps the record registered until cancelled. A registry that is away is asked again and again."""
-    async with registry.routers.register(record):
+    async with registry.routers.register(record) as registration:
+        quorum.is_registered = lambda: registration.registered
         await asyncio.Event().wait()
 
 
@@ -196,9 +206,15 @@ def _own_record(config: RouterConfig) -> WorkerRecord:
         engine="",
         layout_digest="",
         max_context_tokens=0,
-        capabilities=() if config.shares_limits else (RECORDS_ONLY,),
+        capabilities=_capabilities(config),
         location=Location(host=socket.gethostname()[:253]),
     )
+
+
+def _capabilities(config: RouterConfig) -> tuple[str, ...]:
+    if not config.shares_limits:
+        return (RECORDS_ONLY,)
+    return () if config.quotas.are_none else (QUOTAS,)
 
 
 def _host(config: RouterConfig) -> str:

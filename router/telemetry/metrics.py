@@ -29,9 +29,7 @@ STARVING_TENANTS = gauge(
     "baton_router_starving_tenants",
     "Tenants that have waited for over ten seconds, and got less than half of an even share in the last minute.",
 )
-QUOTA_FALLBACKS = counter(
-    "baton_router_quota_fallbacks_total", "Uses of a quota without its home, which could not be reached.", ["outcome"]
-)
+QUOTA_FALLBACKS = counter("baton_router_quota_fallbacks_total", "Uses of a quota that no router lent.", ["outcome"])
 PEERS = gauge("baton_router_peers", "Routers that share quotas and places, this one included.")
 TTFT = FrequentHistogram(
     "baton_router_time_to_first_token_seconds",
@@ -204,7 +202,7 @@ def _begin_at_zero() -> None:
         RESUMPTIONS.labels(result)
     for kind in (DeadlineUnreachable, Overloaded, QuotaExceeded, QuotaUnavailable):
         REFUSALS.labels(kind.reason)
-    for outcome in ("own_part", "refused", "allowed"):
+    for outcome in ("refused", "allowed"):
         QUOTA_FALLBACKS.labels(outcome)
     for reason in ("closed", "draining", "full", "idle", "lost", "relief"):
         EMBEDDING_CACHE_EVICTIONS.labels(reason)

@@ -4,8 +4,9 @@ from support.clients.baton_command import Baton, SmallCluster
 from support.cluster.in_process import DECODE, FAST_ROUTER, PREFILL, bench, simulated
 from support.eventually import eventually
 
+from baton.connection.credentials import TENANT_KEY
 from baton.inference.v1 import generate_pb2
-from router.config import RoutingConfig
+from router.config import AdmissionConfig, QuotaConfig, QuotasConfig, RoutingConfig
 from services.resume.streams import KeptUsage
 
 
@@ -105,3 +106,24 @@ async def test_explain_reads_token_ids(baton: Baton) -> None:
     assert (outcome.code, outcome.lines[0].split(", ")[-1]) == (0, "3 prompt tokens")
     assert (piped.code, piped.lines[0].split(", ")[-1]) == (0, "2 prompt tokens")
     assert (wrong.code, "token_ids.ids[1]: 'x' is not a token id" in wrong.err) == (2, True)
+
+
+async def test_tenants_shows_shares_and_what_is_left_of_quotas_whatever_tenants_are_called(baton: Baton) -> None:
+    """One that is markup of the operator's terminal, and one as long as a name may be."""
+    quota = QuotaConfig(tokens_per_second=1000, burst_seconds=10)
+    config = FAST_ROUTER.model_copy(
+        update={"admission": AdmissionConfig(fairness="weighted"), "quotas": QuotasConfig(tenants={"shop": quota})}
+    )
+    async with bench(simulated("w", "prefill", "decode"), router=config, proxied=False) as running:
+        for tenant in ("shop", "x" * 128, "[bold red]lab"):
+            request = generate_pb2.GenerateRequest(prompt="a" * 100, stopping={"max_tokens": 5})
+            async for _ in running.stub.Generate(request, metadata=((TENANT_KEY, tenant),)):
+                pass
+        outcome = await baton("tenants", "--address", running.address)
+    assert outcome.code == 0
+    text = "\n".join(outcome.lines)
+    assert "[bold red]lab" in text
+    shop = next(line.split() for line in outcome.lines if line.startswith("shop"))
+    assert shop[1:3] == ["0", "0"]
+    assert shop[-3].endswith("%")
+    assert 9000 < float(shop[-1]) <= 10_000

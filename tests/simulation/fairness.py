@@ -6,8 +6,9 @@
     throughput  the work of `weighted` by that of `none`, of the same requests
     places      requests at several routers in one moment, before a worker with a few places
     quota       a quota of eight routers under a demand that moves between them, three times and 0.9 times as much
-    killed      the same, while a router is killed every 20 s, each fourth time the home of a quota
-    away        the same, while the home of the quota cannot be reached by one router, or by none
+    killed      the same, while a router is killed every 20 s, each fourth time the lender of a quota
+    paused      the same, while a router stands still every 20 s for six seconds, each fourth time the lender
+    away        the same, while a router cannot be reached by one of the others, or by none; each fourth time the lender
 
 The routers, the workers and their calls are the product's; time, network and registry are the world's. The exit code is
 1 if a bar is missed.
@@ -43,7 +44,6 @@ from benchmarks.fairness.loads import (
     total,
 )
 from benchmarks.fairness.quotas import ROUTERS, Demand, Quota, Uses, check_quota
-from router.admission.ledger import THIS_ROUTER
 from router.config import AdmissionConfig, Fairness, ProbeConfig, QuotaConfig, QuotasConfig, RouterConfig
 from router.server import host_router
 from services.config import WorkerConfig
@@ -309,20 +309,23 @@ async def _use(world: FairWorld, router: str, tenant: str, uses: Uses, began: fl
         uses.failed += 1
 
 
-def _home(world: FairWorld, tenant: str) -> str:
-    """The router that has a tenant's quota."""
+def _lender(world: FairWorld, tenant: str) -> str | None:
+    """The router that lends a tenant's quota now."""
     peers = {name: world.hosts[name].path.peers for name in world.plan.fleet.router_names}
-    return next(name for name, one in peers.items() if one.home(tenant) == THIS_ROUTER)
+    return next((name for name, one in peers.items() if one.lends_since(tenant) is not None), None)
 
 
 async def _disturb(world: FairWorld, what: str, down: set[str]) -> None:
-    """Kills a router after another, each fourth time the home of a quota, or cuts them off from one or from all."""
+    """Kills a router after another, each fourth time the lender, or stops them, or cuts them off from one or from all.
+
+    Requests go to those that run. A router that stood still has its clients' requests at once when it goes on.
+    """
     names = world.plan.fleet.router_names
     await asyncio.sleep(_WARM_SECONDS)
     number = 0
     while what:
         await asyncio.sleep(_APART_SECONDS - _DOWN_SECONDS)
-        name = names[number % len(names)] if number % 4 != 1 else _home(world, "modest")
+        name = names[number % len(names)] if number % 4 != 1 else _lender(world, "modest") or names[0]
         others = [one for one in names if one != name]
         if what == "killed":
             down.add(name)
@@ -331,6 +334,13 @@ async def _disturb(world: FairWorld, what: str, down: set[str]) -> None:
             world.start(name)
             await world._until(world.is_ready, 30.0)
             down.discard(name)
+        elif what == "paused":
+            down.add(name)
+            world.nodes[name].paused = True
+            await asyncio.sleep(_DOWN_SECONDS - 0.5)
+            down.discard(name)
+            await asyncio.sleep(0.5)
+            world.nodes[name].resume()
         else:
             cut = tuple(others) if number % 2 else tuple(others[:1])
             world.network.partition((name,), cut)
@@ -345,8 +355,8 @@ def measure_quota(bars: Bars, options: argparse.Namespace, what: str = "") -> No
     uses = in_world(setting, partial(_demands, seconds=seconds, what=what), options.seed)
     for tenant, load in _LOADS.items():
         demand = (load, _WARM_SECONDS, _WARM_SECONDS + seconds)
-        # A router that is cut off has its part alone.
-        least = 0.5 if what == "away" else 0.98
+        # The clients of a router that is cut off from all are refused.
+        least = {"away": 0.8, "paused": 0.95}.get(what, 0.98)
         check_quota(bars, QUOTA, uses[tenant], demand, what or "moving demand", least)
 
 
@@ -358,6 +368,7 @@ MEASUREMENTS: dict[str, Callable[[Bars, argparse.Namespace], None]] = {
     "places": measure_places,
     "quota": measure_quota,
     "killed": partial(measure_quota, what="killed"),
+    "paused": partial(measure_quota, what="paused"),
     "away": partial(measure_quota, what="away"),
 }
 
