@@ -20,7 +20,7 @@ RECOVERED_BLOCKS = counter(
 )
 RECOVERED_DECODES = counter(
     "baton_recovered_decodes_total",
-    "Decodes that an earlier process of this worker left: with whole KV, with a part of it, or as ids; damaged records.",
+    "Decodes that an earlier process of this worker left: with whole KV, a part of it, or as ids; damaged records.",
     ["outcome"],
 )
 DRAFTED_TOKENS = counter("baton_drafted_tokens_total", "Tokens that speculation guessed.")

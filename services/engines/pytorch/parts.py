@@ -128,7 +128,7 @@ def _recover(pool: BlockPool, memory: HostMemory | DeviceMemory, shape: KeptShap
         return Recovered()
     assert isinstance(memory, HostMemory)
     journal = Journal(kept.journal, shape.slot, shape.num_slots)
-    cache = KeptCache(kept, memory, shape.layout)
+    cache = KeptCache(kept.seals, memory, shape.layout)
     decodes: Sequence[FoundDecode] = ()
     if kept.is_found:
         decodes = journal.read(shape.layout.block_tokens, shape.num_blocks)

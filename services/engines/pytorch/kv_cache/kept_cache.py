@@ -79,11 +79,11 @@ class KeptPool:
 class KeptCache:
     """The seals of a pool. Closes their descriptor; the place of block 0, which has no content, has the epoch."""
 
-    def __init__(self, kept: KeptPool, memory: HostMemory, layout: KvLayout) -> None:
+    def __init__(self, seals: int, memory: HostMemory, layout: KvLayout) -> None:
         self._memory = memory
         self._block_tokens = layout.block_tokens
-        self._seals = mmap.mmap(kept.seals, memory.num_blocks * SEAL_BYTES)
-        os.close(kept.seals)
+        self._seals = mmap.mmap(seals, memory.num_blocks * SEAL_BYTES)
+        os.close(seals)
         self._sealer = Sealer(layout, int.from_bytes(self._seals[:_EPOCH_BYTES], "little"))
 
     def stored(self, block: int, block_hash: bytes) -> None:

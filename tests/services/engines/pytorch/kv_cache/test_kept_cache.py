@@ -22,7 +22,7 @@ from services.engines.kv import KvLayout
 from services.engines.kv_events import KvSnapshot
 from services.engines.prompt import Prompt
 from services.engines.pytorch.engine import PyTorchEngine
-from services.engines.pytorch.kv_cache.kept_cache import KeptCache, KeptPool
+from services.engines.pytorch.kv_cache.kept_cache import KeptCache
 from services.engines.pytorch.kv_cache.memory import HostMemory
 from services.engines.seals import SEAL_BYTES
 
@@ -106,7 +106,7 @@ class _Kept:
 
     def open(self) -> tuple[KeptCache, HostMemory]:
         memory = HostMemory(LAYOUT, BLOCKS, os.dup(self.pool))
-        return KeptCache(KeptPool(self.pool, os.dup(self.seals), is_found=True), memory, LAYOUT), memory
+        return KeptCache(os.dup(self.seals), memory, LAYOUT), memory
 
     def fill(self, blocks: Sequence[int]) -> dict[int, bytes]:
         cache, memory = self.open()
