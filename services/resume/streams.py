@@ -141,11 +141,12 @@ class KeptStreams:
 
     def _enter(self, stream: KeptStream, own: Own, seconds: float | None) -> _Entry:
         entry = self._entries[stream.kept.request_id] = _Entry(stream)
+        # Before a deadline that has passed already: a task that is cancelled before it begins frees nothing.
+        entry.owner = asyncio.create_task(self._run(entry, own))
         if seconds is not None:
             loop = asyncio.get_running_loop()
             stream.deadline_at = loop.time() + seconds
             entry.deadline = loop.call_later(seconds, entry.stop, DeadlineExceeded("the request's deadline has passed"))
-        entry.owner = asyncio.create_task(self._run(entry, own))
         self._note_usage()
         return entry
 
