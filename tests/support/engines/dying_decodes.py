@@ -1,8 +1,9 @@
 """Engines that die by SIGKILL amid journaled decodes; each goes on with the decodes that the one before has left.
 
-`python -m support.engines.dying_decodes FOLDER KILLS [--at-writes] [--seed=N]` with a checkpoint's folder. An engine is
-killed after a random time on the processor; with `--at-writes` at the k-th write to the journal or of a seal after its
-start, for every k from N on: before it, within it, and after it. The last line of the output is JSON.
+`python -m support.engines.dying_decodes FOLDER KILLS [--at-writes] [--broken] [--seed=N]` with a checkpoint's folder.
+An engine is killed after a random time on the processor; with `--at-writes` at the k-th write to the journal or of a
+seal after its start, for every k from N on: before it, within it, and after it. `--broken` plants an error: the blocks
+that are taken over have lost their KV. The last line of the output is JSON.
 """
 
 import json
@@ -10,7 +11,7 @@ import os
 import random
 import signal
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
@@ -20,6 +21,7 @@ import torch
 from support.engines.dying_engine import MAX_TOKENS, Death, config, prompts, serve
 
 from services.engines.context import KeptMemory
+from services.engines.journal.journal import FoundDecode
 from services.engines.journal.slots import Slot
 from services.engines.prompt import Prompt, Sampling
 from services.engines.pytorch.core import EngineCore
@@ -159,6 +161,18 @@ def _die_at(write: int, cut: float) -> None:
     patched._put, KeptCache._write = _put, _write  # type: ignore[method-assign]
 
 
+def _break() -> None:
+    recover = KeptCache.recover
+
+    def loses(self: KeptCache, decodes: Sequence[FoundDecode] = ()) -> Mapping[int, bytes]:
+        found = recover(self, decodes)
+        for one in decodes:
+            self._memory.tensor[one.blocks] = 0
+        return found
+
+    KeptCache.recover = loses  # type: ignore[method-assign]
+
+
 def _run_one(folder: str, kept: KeptDescriptors, death: Death, seed: int) -> tuple[list[str], bool]:
     """The lines of an engine, and whether it was killed."""
     own, end = pair()
@@ -222,6 +236,8 @@ def main() -> None:
     torch.set_num_threads(1)
     kept_cache._log.warning = lambda *_, **__: None
     expected = _expected(folder)
+    if "--broken" in options:
+        _break()
     report, kept = Report(), KeptDescriptors()
     [seed, *_] = [int(each.removeprefix("--seed=")) for each in options if each.startswith("--seed=")] or [0]
     for number, death in enumerate(_schedule(int(kills), seed, at_writes="--at-writes" in options)):
