@@ -6,8 +6,6 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-from google.protobuf.message import DecodeError
-
 from baton.engine.v1 import decode_pb2, decode_pb2_grpc
 from baton.errors import InvalidRequest
 from baton.inference.v1 import timing_pb2
@@ -165,14 +163,10 @@ class DecodeServicer(decode_pb2_grpc.DecodeServiceServicer):
         with self._run(request, metadata) as call:
             await self._generate(stream, await self._read(request, call.clock), call)
 
-    async def take_over(self, recovered: Sequence[RecoveredDecode]) -> None:
+    def take_over(self, recovered: Sequence[RecoveredDecode]) -> None:
         """Goes on with the kept decodes that the worker's last process has left."""
         for decode in recovered:
-            try:
-                left = LeftStream.read(decode)
-            except DecodeError:
-                await release(decode)
-                continue
+            left = LeftStream.read(decode)
             self._kept.take_over(left, partial(self._run_left, left))
 
     async def _run_left(self, left: LeftStream, stream: KeptStream) -> None:
@@ -236,7 +230,7 @@ async def open_service(parts: WorkerParts) -> AsyncIterator[Service]:
             worker.identity, parts.calls, parts.media, decoder, worker.kept, parts.decodes, worker.leases
         )
         if engine is not None:
-            await servicer.take_over(engine.pop_recovered())
+            servicer.take_over(engine.pop_recovered())
         yield Service(SERVICE_NAME, decode_pb2_grpc.add_DecodeServiceServicer_to_server, servicer)
 
 

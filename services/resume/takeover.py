@@ -6,8 +6,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from struct import Struct
 
-from google.protobuf.message import DecodeError
-
 from baton.engine.v1 import decode_pb2
 from baton.errors import EmbeddingLost
 from services.engines.base import RecoveredDecode
@@ -30,9 +28,7 @@ class LeftStream:
 
     @classmethod
     def read(cls, decode: RecoveredDecode) -> "LeftStream":
-        """Of a journaled decode. Raises DecodeError for what is no request."""
-        if len(decode.record) < _PREFIX.size:
-            raise DecodeError("too short for a journaled request")
+        """Of a journaled decode: its record is as it was written, by the same version."""
         deadline_at, prompt_tokens = _PREFIX.unpack_from(decode.record)
         request = decode_pb2.DecodeRequest.FromString(decode.record[_PREFIX.size :])
         request.prompt.token_ids.extend(decode.ids[:prompt_tokens])

@@ -137,7 +137,6 @@ def _recover(pool: BlockPool, memory: HostMemory | DeviceMemory, shape: KeptShap
     contents = cache.recover(decodes) if kept.is_found else {}
     pool.adopt(contents)
     for decode in decodes:
-        decode.slot.take_over(decode.blocks, decode.computed)
         pool.claim(decode.blocks)
         metrics.RECOVERED_DECODES.labels(decode.kv).inc()
     metrics.RECOVERED_DECODES.labels("damaged").inc(journal.damaged)

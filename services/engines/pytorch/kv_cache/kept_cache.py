@@ -111,6 +111,9 @@ class KeptCache:
         doubtful = {block for block in owners if block not in found and (block in sealed or owners[block] > 1)}
         for one in decodes:
             _cut(one, doubtful, self._block_tokens)
+            one.slot.take_over(one.blocks, one.computed)
+        for block in sealed - found.keys():
+            self.erased(block)  # only now: a process that dies before does not trust it either
         kept = set(found).union(*(one.blocks for one in decodes))
         self._memory.clear_all_but(kept)
         metrics.RECOVERED_BLOCKS.labels("used").inc(len(kept))
@@ -119,7 +122,7 @@ class KeptCache:
         return found
 
     def _whole(self) -> dict[int, bytes]:
-        """The sealed blocks whose content is what the seal says; the seals of others are erased."""
+        """The sealed blocks whose content is what the seal says."""
         found: dict[int, bytes] = {}
         known: set[bytes] = set()
         for block in reversed(range(1, self._memory.num_blocks)):
@@ -130,8 +133,6 @@ class KeptCache:
             if block_hash not in known and self._is_whole(block, seal, block_hash):
                 found[block] = block_hash
                 known.add(block_hash)
-            else:
-                self.erased(block)
         return found
 
     def _is_whole(self, block: int, seal: bytes, block_hash: bytes) -> bool:
