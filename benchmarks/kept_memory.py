@@ -2,28 +2,41 @@
 
     PYTHONPATH=.:tests .venv/bin/python benchmarks/kept_memory.py [--model models/demo] [--kills 5]
     PYTHONPATH=.:tests .venv/bin/python benchmarks/kept_memory.py --token [--model models/demo]
+    PYTHONPATH=.:tests .venv/bin/python benchmarks/kept_memory.py --streams --kills 20 [--apart] [--routers]
 
 The first counts from the kill to the first token of a call that is repeated until it succeeds. Without a keeper the
 process is started again at once. Beside the seconds there is the processor's time of the process that started, which
-does not depend on what else the machine does. `--token` compares the processor's time of tokens, in turns.
+does not depend on what else the machine does. `--token` compares the processor's time of tokens, in turns. `--streams`
+kills workers under kept streams of all kinds, of which each is compared with an undisturbed one: one worker, or,
+`--apart`, one for prompts and one for decodes; with `--routers` a router dies with every third one.
 """
 
 import argparse
 import asyncio
+import os
 import statistics
+import sys
 import time
 from collections.abc import Sequence
+from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import psutil
 import torch
 from support.clients.worker_calls import calls_to, decode_request
+from support.cluster.fleet import fleet
 from support.cluster.processes import Process, process
+from support.faults.kept_requests import any_requests, paced_requests
+from support.faults.killed_workers import Killer, plan
+from support.faults.lost_routers import Report, Streams
 from support.keeping import keeper_here
+from support.servers.etcd import EtcdServer
 
 from baton.errors import BatonError
 from services.engines.context import KeptMemory
+from services.engines.journal.slots import Slot
 from services.engines.prompt import Prompt, Sampling
 from services.engines.pytorch.config import PyTorchConfig
 from services.engines.pytorch.core import EngineCore
@@ -90,14 +103,44 @@ def _core(model: str, kept: KeptMemory | None) -> EngineCore:
 def _token_seconds(core: EngineCore, salt: int) -> float:
     """The processor's seconds of a token."""
     events: list[Event] = []
+    slots: list[Slot | None] = []
     sampling = Sampling(max_tokens=_TOKENS, temperature=0.0, ignore_eos=True)
     for number in range(_SEQUENCES):
         prompt = Prompt(tuple(range(5, 69)), cache_salt=f"{salt} {number}")
-        core.submit(core.new_sequence(prompt, sampling, events.append, hold=False))
+        sequence = core.new_sequence(prompt, sampling, events.append, hold=False)
+        if core.journal is not None:
+            sequence.slot = core.journal.open_slot(b"x" * 2000, prompt.token_ids)
+            slots.append(sequence.slot)
+        core.submit(sequence)
     began = time.process_time()
     while core.steps.step():
         pass
-    return (time.process_time() - began) / (_SEQUENCES * _TOKENS)
+    seconds = (time.process_time() - began) / (_SEQUENCES * _TOKENS)
+    for slot in slots:
+        assert slot is not None
+        assert core.journal is not None
+        core.journal.free_slot(slot)
+    return seconds
+
+
+async def _kill_under_streams(kills: int, *, apart: bool, routers: bool) -> None:
+    os.environ["PYTHONPATH"] = os.pathsep.join(sys.path)
+    with TemporaryDirectory() as name, ExitStack() as stack:
+        etcd = EtcdServer(Path(name) / "etcd")
+        stack.callback(etcd.stop)
+        etcd.start()
+        async with fleet(plan("kills", etcd.endpoint, apart=apart), Path(name)) as running:
+            addresses = [node.direct for node in running.nodes.values() if node.role == "router"]
+            streams = Streams(addresses, {**any_requests(120), **paced_requests()}, Report(), stall_seconds=30.0)
+            await streams.learn()
+            killer = Killer(running, streams)
+            await streams.run(6, partial(killer.kill, kills, routers=routers))
+            print(f"{killer.report}; {streams.report}")
+            print(*streams.report.failed, *streams.report.different, sep="\n")
+            async with asyncio.timeout(60):
+                while await running.blocks_used():  # noqa: ASYNC110
+                    await asyncio.sleep(0.1)
+    print("no block is in use afterwards")
 
 
 def _cost(model: str) -> None:
@@ -113,14 +156,18 @@ def _cost(model: str) -> None:
 
 
 def main() -> None:
-    """Measures one of the two."""
+    """Measures one of the three."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model", default="models/demo")
     parser.add_argument("--kills", type=int, default=5)
-    parser.add_argument("--token", action="store_true")
+    for option in ("--token", "--streams", "--apart", "--routers"):
+        parser.add_argument(option, action="store_true")
     options = parser.parse_args()
     if options.token:
         _cost(options.model)
+        return
+    if options.streams:
+        asyncio.run(_kill_under_streams(options.kills, apart=options.apart, routers=options.routers))
         return
     for execution in ("library", "fused"):
         for kept in (False, True):

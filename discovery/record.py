@@ -87,6 +87,9 @@ BAD_WORDS = "bad_words"
 # The capability of workers whose decodes go on, if that was asked for, when the router that reads them is gone.
 KEEPS_STREAMS = "keeps_streams"
 
+# The capability of those whose decodes then also go on in their next process, when this one is lost.
+TAKES_OVER = "takes_over"
+
 # The capability of workers whose running decodes can go on on another one, with their KV.
 MOVES_DECODES = "moves_decodes"
 

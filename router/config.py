@@ -110,6 +110,12 @@ class RetryConfig(Section):
     budget_ratio: float = Field(default=0.1, ge=0)  # of a retry that each request adds to the budget of all
     budget_floor: int = Field(default=32, ge=1)  # retries at the start, and after a while without any
     wait_seconds: float = Field(default=5.0, ge=0)  # for a decode worker that can continue an answer
+    reattach_seconds: float = Field(
+        default=4.0,
+        ge=0,
+        description="For the next process of a worker that keeps its KV, which goes on with its answers, before another"
+        " one computes them again.",
+    )
     answer_seconds: float = Field(
         default=10.0, gt=0, description="For an idle worker to answer, more for a busy one; then another one is asked."
     )

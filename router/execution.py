@@ -4,7 +4,7 @@ import asyncio
 from functools import cached_property, partial
 
 from baton.engine.v1 import decode_pb2, prompt_pb2
-from baton.errors import EmbeddingLost
+from baton.errors import BatonError, EmbeddingLost
 from baton.inference.v1 import generate_pb2, timing_pb2
 from discovery.record import KEEPS_STREAMS
 from router.context import RequestContext
@@ -13,13 +13,14 @@ from router.decoding.reading import DecodeReading
 from router.decoding.state import ExecutionState, Executor, HeldHandoff
 from router.moving.decodes import Yielded
 from router.multimodal.prompt import MultimodalPrompt
+from router.resume.reattaching import reattach
 from router.resume.record import resumption, stream_keep
 from router.routing.latency import DecodeTimer
 from router.routing.policy import Placement
 from router.stream.writer import StreamWriter
 from router.telemetry import metrics
 from router.text.completion import Completion, Finish
-from router.workers.calls import RETRYABLE
+from router.workers.calls import RETRYABLE, AdoptedDecode, DecodeCall
 from router.workers.destinations import DestinationLost, allocates_first, report_loan
 from router.workers.handle import WorkerHandle
 from router.workers.loras import named
@@ -48,6 +49,7 @@ class RequestExecution:
         self._reading = DecodeReading(self._state)
         self._has_started = False
         self._known: generate_pb2.Started | None = None  # of a kept answer: what its client was told
+        self._adopted: AdoptedDecode | None = None  # a decode that runs already, until it is read on
 
     @cached_property
     def _failover(self) -> Failover:
@@ -180,15 +182,24 @@ class RequestExecution:
                 if state.completion.finished:
                     # Only the worker's last message is missing, or more came than was asked for.
                     return state.suspect(placement.decode, "decode", error)
-                placement = await self._failover.continue_elsewhere(placement, error, attempts)
+                self._adopted = await self._reattach(placement.decode, error)
+                if self._adopted is not None:
+                    placement = state.follow(Placement(self._adopted.worker))
+                else:
+                    placement = await self._failover.continue_elsewhere(placement, error, attempts)
 
     async def _decode_prompt(self) -> prompt_pb2.Prompt:
         """The prompt for a decode, with embeddings where it is computed."""
-        return self._state.prompt.without_embeddings if self._state.held else await self._state.prompt.with_embeddings()
+        # A decode that runs, or whose KV is held, has them.
+        runs = self._adopted is not None or self._state.held is not None
+        return self._state.prompt.without_embeddings if runs else await self._state.prompt.with_embeddings()
 
     async def _decode(self, placement: _Placement, prompt: prompt_pb2.Prompt) -> Yielded | None:
         """Decodes to the end, or until the decode has yielded, to go on elsewhere."""
         state = self._state
+        adopted, self._adopted = self._adopted, None
+        if adopted is not None:
+            return await self._go_on(adopted)
         worker = placement.decode
         handoff = state.held.handoff if state.held else None
         emitted = len(state.completion.token_ids)
@@ -208,6 +219,35 @@ class RequestExecution:
         return state.yielded
 
     # Kept answers: see router/resume.
+
+    async def _reattach(self, lost: WorkerHandle, error: BatonError) -> AdoptedDecode | None:
+        """The same decode in the next process of its worker; None if it had not begun, or does not go on there."""
+        state = self._state
+        if state.ctx.keep is None or self._kept_by(lost) is None or state.yielded or state.held:
+            return None
+        adopted = await reattach(state, lost, error)
+        if adopted is not None:
+            await state.release_handoff()
+        return adopted
+
+    async def _go_on(self, adopted: AdoptedDecode) -> Yielded | None:
+        """Reads a decode that runs already, for another router until now, or in another process of its worker."""
+        state, worker = self._state, adopted.worker
+        state.stats.decode_worker_id = worker.record.worker_id
+        emitted = len(state.completion.token_ids)
+        timer = DecodeTimer(worker.latency, 0, emitted)
+        await state.calls.go_on(adopted, partial(self._read_on, timer, adopted), state)
+        await self._settle(worker)
+        return state.yielded
+
+    async def _read_on(self, timer: DecodeTimer, adopted: AdoptedDecode, call: DecodeCall) -> None:
+        state, emitted = self._state, len(self._state.completion.token_ids)
+        if missing := adopted.attached.token_ids[emitted:]:
+            await self._reading.add_tokens(missing, adopted.attached.logprobs)
+        if state.completion.finished is not None:
+            state.await_answer(0)
+        if not state.ends_here:
+            await self._reading.read(timer, emitted, adopted.worker, call)
 
     def _kept_by(self, worker: WorkerHandle) -> decode_pb2.StreamKeep | None:
         known = self._known

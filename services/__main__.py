@@ -18,7 +18,7 @@ from services.config import WorkerConfig
 from services.engines.registry import describe, follow
 from services.keeper.client import KeeperClient
 from services.keeper.keeper import replace_this_process
-from services.keeping import beating, forget_unwanted, note_start
+from services.keeping import beating, begin_start, note_start
 from services.server import host_worker
 from services.telemetry.gpu import watched_gpus
 from services.telemetry.rank_health import RankHealth
@@ -70,7 +70,7 @@ async def _work(config: WorkerConfig, keeper: KeeperClient | None, stopping: asy
             return
         # Without `keep_memory` a keeper only starts the worker again.
         holder = keeper if config.keep_memory.is_on else None
-        forget_unwanted(keeper, config.keep_memory)
+        begin_start(keeper, config.keep_memory)
         async with beating(keeper, stopping), host_worker(config, keeper=holder) as worker:
             note_start(keeper, config.keep_memory.hang_seconds)
             exempt_living_objects()

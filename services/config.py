@@ -86,13 +86,20 @@ class KeepMemoryConfig(Section):
     """The key `keep_memory`: what a keeper process holds while the worker's process is replaced (docs/keeping.md)."""
 
     weights: bool = Field(default=False, description="A worker that starts again finds its weights in memory.")
-    kv: bool = Field(default=False, description="It finds the full blocks of its prefix cache too.")
+    kv: bool = Field(default=False, description="It finds its KV too: of running answers, and of its prefix cache.")
     standby: bool = Field(default=False, description="Not there yet: a second process, ready to take over.")
     hang_seconds: float = Field(
         default=10.0,
         ge=2,
         le=3600,
         description="A worker whose event loop hangs for so long is killed and started again.",
+    )
+
+    start_seconds: float = Field(
+        default=1800.0,
+        ge=10,
+        le=86400,
+        description="A worker that is not ready after so long is killed and started again.",
     )
 
     @property

@@ -16,8 +16,10 @@ from rpc.server import Service
 from rpc.tracing.span import current_span, optional_attempt
 from runtime.clock import perf_counter
 from services.engines.answer import Finished, FinishReason, Tokens
-from services.engines.base import Engine
+from services.engines.base import Engine, RecoveredDecode
 from services.engines.generation import Generation
+from services.engines.journal.slots import Slot
+from services.engines.kv import PulledKv, Reservation
 from services.engines.prompt import Prompt, Sampling
 from services.handoff import spans as traces
 from services.handoff.borrowing import PrefixBorrower, PrefixSource, read_source
@@ -40,6 +42,7 @@ from services.requests.loras import require_lora, using_lora
 from services.requests.prompts import check_limits, read_prompt, read_sampling
 from services.resume.stream import KeptStream
 from services.resume.streams import KeptStreams, attached, require_later
+from services.resume.takeover import LeftStream, no_slot, release
 from services.telemetry import metrics
 from services.telemetry.timings import CallClock, DecodeClock
 
@@ -158,17 +161,39 @@ class DecodeServicer(decode_pb2_grpc.DecodeServiceServicer):
 
     async def _run_kept(self, request: decode_pb2.DecodeRequest, metadata: Metadata, stream: KeptStream) -> None:
         with self._run(request, metadata) as call:
-            assert self._decoder is not None
-            work = await self._read(request, call.clock)
-            async with aclosing(self._decoder.decode(work, call, stream.send)) as events:
-                async for event in events:
-                    match event:
-                        case Tokens():
-                            stream.add(event)
-                        case Accepted():
-                            stream.accept(response(self._identity.worker_id, event))
-                        case Finished() | Yielded():
-                            stream.finished = response(self._identity.worker_id, event)
+            await self._generate(stream, await self._read(request, call.clock), call)
+
+    def take_over(self, recovered: Sequence[RecoveredDecode]) -> None:
+        """Goes on with the kept decodes that the worker's last process has left."""
+        for decode in recovered:
+            left = LeftStream.read(decode)
+            self._kept.take_over(left, partial(self._run_left, left))
+
+    async def _run_left(self, left: LeftStream, stream: KeptStream) -> None:
+        try:
+            with self._run(left.request, ()) as call:
+                reservation = left.reservation()
+                if reservation is None:
+                    await release(left.decode)
+                prompt = self._media.with_inline_embeddings(read_prompt(left.request), read_spans(left.request.prompt))
+                sampling = read_sampling(left.request.sampling)
+                work = DecodeWork(stream.kept.request_id, prompt, sampling, None, reservation=reservation)
+                await self._generate(stream, work, call)
+        finally:
+            await release(left.decode)
+
+    async def _generate(self, stream: KeptStream, work: "DecodeWork", call: RunningCall) -> None:
+        assert self._decoder is not None
+        work = replace(work, open_slot=partial(self._kept.slot_for, stream))
+        async with aclosing(self._decoder.decode(work, call, stream.send)) as events:
+            async for event in events:
+                match event:
+                    case Tokens():
+                        stream.add(event)
+                    case Accepted():
+                        stream.accept(response(self._identity.worker_id, event))
+                    case Finished() | Yielded():
+                        stream.finished = response(self._identity.worker_id, event)
 
     def _run(self, request: decode_pb2.DecodeRequest, metadata: Metadata) -> AbstractContextManager[RunningCall]:
         own = self._identity.worker_id, self._identity.epoch
@@ -204,6 +229,8 @@ async def open_service(parts: WorkerParts) -> AsyncIterator[Service]:
         servicer = DecodeServicer(
             worker.identity, parts.calls, parts.media, decoder, worker.kept, parts.decodes, worker.leases
         )
+        if engine is not None:
+            servicer.take_over(engine.pop_recovered())
         yield Service(SERVICE_NAME, decode_pb2_grpc.add_DecodeServiceServicer_to_server, servicer)
 
 
@@ -217,6 +244,8 @@ class DecodeWork:
     handoff: Handoff | None
     destination_id: str = ""  # blocks that were allocated for it before; empty without them
     source: PrefixSource | None = None  # another worker that may have the beginning of the prompt
+    reservation: Reservation | None = None  # what the worker's last process has computed of it
+    open_slot: Callable[[], Slot | None] = no_slot  # in the journal, before it begins
 
 
 @dataclass(frozen=True, slots=True)
@@ -277,8 +306,11 @@ class Decoder:
         await call.faults.inject("queue")
         async with self._prepared(work, call) as prepared:
             yield prepared.accepted
-            clock = DecodeClock(call.clock, is_pulled=work.handoff is not None)
+            has_kv = work.handoff is not None or work.reservation is not None
+            clock = DecodeClock(call.clock, is_pulled=has_kv)
             async with aclosing(prepared.generate()) as generation:
+                if (slot := work.open_slot()) is not None:
+                    generation.outlive(slot)
                 with self._decodes.running(work.request_id, work.prompt, generation, call) as decode:
                     if _is_plain(work, call):
                         source = TimedTokens(decode, clock)
@@ -300,7 +332,11 @@ class Decoder:
 
     @asynccontextmanager
     async def _prepared(self, work: DecodeWork, call: RunningCall) -> AsyncIterator[_Prepared]:
-        if work.handoff is None:
+        if work.reservation is not None:
+            left = PulledKv(work.prompt, work.reservation)
+            async with using_lora(self._engine, work.prompt):
+                yield _Prepared(Accepted(), partial(self._engine.generation, left, work.sampling))
+        elif work.handoff is None:
             generate = partial(self._engine.generation, work.prompt, work.sampling)
             async with using_lora(self._engine, work.prompt):
                 await self._borrower.borrow(work.source, work.prompt, call)
@@ -358,7 +394,8 @@ class TimedTokens:
 
 def _end(decode: RunningDecode, finished: Finished, clock: DecodeClock, generated: int) -> Finished | Yielded:
     """The last event of a decode, which is recorded."""
-    metrics.observe_decode(finished, is_pulled=clock.is_pulled)
+    # Of an answer that was complete before, no prompt was run.
+    metrics.observe_decode(finished, is_pulled=clock.is_pulled or not generated)
     traces.decoded(finished, clock, generated)
     return Yielded(finished, decode.hand_over()) if finished.reason is FinishReason.YIELDED else finished
 

@@ -8,7 +8,7 @@ import structlog
 
 from baton.errors import Draining, ModelNotFound, RoleMismatch, StaleEpoch
 from discovery.pairing import unpaired
-from discovery.record import CHECKS_HANDOFFS, KEEPS_STREAMS, UNKNOWN, Location
+from discovery.record import CHECKS_HANDOFFS, KEEPS_STREAMS, TAKES_OVER, UNKNOWN, Location
 from discovery.registry import Registration, Registry, WorkerRecord
 from engine_protocol.roles import Role
 from runtime.aio import timeout
@@ -35,6 +35,7 @@ class Identity:
     location: Location = UNKNOWN
     checks_handoffs: bool = False  # it compares what it pulls with what the owner holds
     keeps_streams: bool = False  # its decodes may go on without their readers
+    outlives_process: bool = False  # those that are kept go on in its next process, if this one is lost
     leaving: tuple[Role, ...] = ()  # roles that it loses: it takes work by them, and no router is to send any
     left: frozenset[Role] = frozenset()  # roles that it has lost
 
@@ -54,8 +55,12 @@ class Identity:
     @property
     def capabilities(self) -> tuple[str, ...]:
         """For the registry: those that the configuration gives it, beside those of its engines."""
-        kept = (KEEPS_STREAMS,) if self.may_have_kept_streams else ()
-        return (*kept, CHECKS_HANDOFFS) if self.checks_handoffs else kept
+        able = {
+            KEEPS_STREAMS: self.may_have_kept_streams,
+            TAKES_OVER: self.may_have_kept_streams and self.outlives_process,
+            CHECKS_HANDOFFS: self.checks_handoffs,
+        }
+        return tuple(name for name, is_able in able.items() if is_able)
 
     def leave(self, roles: tuple[Role, ...]) -> None:
         """Ends these roles, which it was leaving."""

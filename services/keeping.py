@@ -36,10 +36,13 @@ async def beating(keeper: KeeperClient | None, stopping: asyncio.Event) -> Async
         await wait_until_done(task)
 
 
-def forget_unwanted(keeper: KeeperClient | None, wanted: KeepMemoryConfig) -> None:
-    """Has the keeper free what is not to be kept: the process before this one may have had another configuration."""
+def begin_start(keeper: KeeperClient | None, wanted: KeepMemoryConfig) -> None:
+    """Tells how long the start may take, and has the keeper free what is not to be kept: the process before this one
+    may have had another configuration.
+    """
     if keeper is None:
         return
+    keeper.begin(wanted.start_seconds)
     for name, is_wanted in {"weights": wanted.weights, "kv": wanted.kv, _LISTEN: wanted.is_on}.items():
         if not is_wanted:
             keeper.drop(name)

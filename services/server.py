@@ -87,7 +87,7 @@ async def host_worker(
         calls = Calls(identity, FaultReader(config.engine.allows_fault_injection))
         registration = WorkerRegistration(registry)
         drainer = Drainer(calls, leases, registration, config.drain_seconds, _fetch_seconds(engines))
-        kept = await stack.enter_async_context(KeptStreams(config.keep, engines.load))
+        kept = await stack.enter_async_context(KeptStreams(config.keep, engines.load, engines.journal))
         worker = Worker(identity, engines, leases, drainer, Health(lambda: engines.responsive), kept)
         parts = await stack.enter_async_context(open_parts(config, worker, calls))
         services = await stack.enter_async_context(_open_services(parts, registration))
@@ -104,6 +104,7 @@ async def _identify(config: WorkerConfig, registry: Registry, engines: WorkerEng
     identity = Identity(config.worker_id, config.roles, engines.facts.name, epoch, certificate=certificate)
     identity.location = config.location.labels
     identity.keeps_streams = config.keep.max_seconds > 0
+    identity.outlives_process = identity.keeps_streams and engines.journal is not None
     metrics.introduce(config.worker_id, config.roles, engines.facts)
     metrics.MODEL_LOAD_SECONDS.set(engines.load_seconds)
     if engines.engine is not None:

@@ -26,6 +26,7 @@ from engine_protocol.roles import LANGUAGE_MODEL, role_kinds, with_kv
 from services.config import WorkerConfig
 from services.engines.base import Encoder, Engine, EngineLoad, EnginePart, ModelFacts
 from services.engines.context import EngineContext, KeptMemory
+from services.engines.journal.journal import Journal
 from services.engines.kv_transfer import AllocatesFirst
 from services.engines.memory.allocation import AllocationRules
 from services.engines.registry import open_engine, open_part
@@ -108,6 +109,11 @@ class WorkerEngines:
             BAD_WORDS: self.engine is not None and "bad_words" not in facts.unsupported_sampling,
         }
         return tuple(name for name, is_able in able.items() if is_able)
+
+    @property
+    def journal(self) -> Journal | None:
+        """The journal by which decodes outlive this process; None if they do not."""
+        return self.engine.journal if self.engine is not None else None
 
     def load(self) -> EngineLoad:
         """The engine's load; images and calls of parts count as requests. Without it, blocks are of embeddings."""

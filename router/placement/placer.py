@@ -10,6 +10,7 @@ from baton.errors import BatonError, LayoutMismatch, NoWorker, Unsupported
 from baton.inference.v1 import generate_pb2, lora_pb2
 from discovery.pairing import can_hand_over, layout_mismatch, layout_name
 from discovery.record import KEEPS_STREAMS, MOVES_DECODES, Domain
+from discovery.registry import WorkerRecord
 from router.config import RoutingConfig
 from router.routing.filters import Constraints, EligibleWorkers, Filtered, filter_workers
 from router.routing.policy import Candidates, Placement, Policy, PredictingPolicy, Prediction, RoutingRequest
@@ -115,6 +116,15 @@ class Placer:
         while True:
             if eligible := self._filter(constraints).eligible:
                 return self._choose(request, prefer_loaded(Candidates(eligible), request.lora))
+            await self._cluster.change()
+
+    async def await_next_process(self, lost: WorkerRecord) -> WorkerHandle:
+        """Waits until a later process of a worker is ready."""
+        while True:
+            for worker in self._cluster.workers:
+                is_next = worker.record.worker_id == lost.worker_id and worker.record.epoch > lost.epoch
+                if is_next and worker.state == "ready":
+                    return worker
             await self._cluster.change()
 
     def move_targets(

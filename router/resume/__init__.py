@@ -6,6 +6,7 @@
 * `replay.py`: an answer whose first tokens are known: their text again, without what its client has.
 * `finding.py`: the workers that have an answer.
 * `attaching.py`: the answers of a handle on their workers.
+* `reattaching.py`: an answer whose worker's process was lost, in the worker's next process.
 * `execution.py`: one answer that goes on, on the worker that still runs it or on another.
 * `resumer.py`: ResumeGeneration, from the handle to the end of the stream.
 """

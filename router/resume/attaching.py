@@ -147,7 +147,7 @@ class Attacher:
         attached.enter_context(worker.keep_open())
         call: Any = worker.decode.Attach(asked, timeout=seconds)
         attached.push_async_callback(call.aclose)
-        return self._adopted(worker, asked, await _first(call), call)
+        return self._adopted(worker, asked, await first_of(call), call)
 
     def _adopted(
         self, worker: WorkerHandle, asked: decode_pb2.AttachRequest, attached: decode_pb2.DecodeAttached, call: Any
@@ -180,7 +180,7 @@ class Attacher:
         with worker.keep_open():
             call: Any = worker.decode.Attach(asked, timeout=_ATTACH_SECONDS)
             try:
-                return self._adopted(worker, asked, await _first(call), None)
+                return self._adopted(worker, asked, await first_of(call), None)
             finally:
                 await call.aclose()
 
@@ -237,7 +237,7 @@ def _continued(message: generate_pb2.ResumeGenerationRequest) -> Mapping[int, Co
     }
 
 
-async def _first(call: Any) -> decode_pb2.DecodeAttached:
+async def first_of(call: Any) -> decode_pb2.DecodeAttached:
     """A worker's report of an answer. Raises StreamLost also if the worker fails."""
     try:
         async with timeout(_ATTACH_SECONDS):

@@ -1,22 +1,18 @@
 """One answer that goes on: on the worker that still runs it, or, from the ids that its client has, on another."""
 
-from functools import partial
-
 from baton.engine.v1 import prompt_pb2, resume_pb2
 from baton.errors import EmbeddingLost, StreamLost
 from baton.inference.v1 import generate_pb2
 from router.context import RequestContext
 from router.decoding.state import Executor
 from router.execution import RequestExecution
-from router.moving.decodes import Yielded
 from router.multimodal.prompt import MultimodalPrompt
 from router.resume.replay import ReplayedCompletion
-from router.routing.latency import DecodeTimer
 from router.routing.policy import Placement
 from router.stream.writer import StreamWriter
 from router.text.completion import Finish, TokenDelta
 from router.text.served_model import ServedModel
-from router.workers.calls import AdoptedDecode, DecodeCall
+from router.workers.calls import AdoptedDecode
 from router.workers.handle import WorkerHandle
 
 _NOTHING = TokenDelta("")
@@ -99,9 +95,6 @@ class ResumedExecution(RequestExecution):
             self._state.stream.put_now(missing)
 
     async def _decode_prompt(self) -> prompt_pb2.Prompt:
-        if self._adopted is not None:
-            # A decode that runs has them.
-            return self._state.prompt.without_embeddings
         try:
             return await super()._decode_prompt()
         except EmbeddingLost:
@@ -109,24 +102,6 @@ class ResumedExecution(RequestExecution):
                 # Whoever resumes it next would be told the same, also if it has the request.
                 await self._state.calls.forget(self._kept)
             raise
-
-    async def _decode(self, placement: Placement[WorkerHandle], prompt: prompt_pb2.Prompt) -> Yielded | None:
-        state = self._state
-        adopted, self._adopted = self._adopted, None
-        if adopted is None:
-            return await super()._decode(placement, prompt)
-        worker, emitted = adopted.worker, len(state.completion.token_ids)
-        state.stats.decode_worker_id = worker.record.worker_id
-        if state.completion.finished is not None:
-            state.await_answer(0)
-        read = partial(self._go_on, DecodeTimer(worker.latency, 0, emitted), worker)
-        await state.calls.go_on(adopted, read, state)
-        await self._settle(worker)
-        return state.yielded
-
-    async def _go_on(self, timer: DecodeTimer, worker: WorkerHandle, call: DecodeCall) -> None:
-        if not self._state.ends_here:
-            await self._reading.read(timer, len(self._state.completion.token_ids), worker, call)
 
     def _fill_finished(self, finish: Finish, finished: generate_pb2.Finished) -> None:
         super()._fill_finished(finish, finished)

@@ -56,6 +56,7 @@ class Retries:
     def __init__(self, config: RetryConfig) -> None:
         self._max_attempts = config.max_attempts
         self.wait_seconds = config.wait_seconds
+        self.reattach_seconds = config.reattach_seconds
         self._answer_seconds = config.answer_seconds
         self._budget = RetryBudget(config.budget_ratio, config.budget_floor)
 

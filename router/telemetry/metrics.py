@@ -106,6 +106,11 @@ RESUMPTIONS = counter(
     "Answers that a client asked to go on with: taken over from a worker, computed again, or lost.",
     ["result"],
 )
+REATTACHMENTS = counter(
+    "baton_router_reattachments_total",
+    "Kept answers whose worker's process was lost: attached in its next process, or lost there too.",
+    ["result"],
+)
 STORED_RESPONSES = gauge("baton_router_stored_responses", "Responses of OpenAI's API that this router keeps in memory.")
 STORED_RESPONSE_BYTES = gauge("baton_router_stored_response_bytes", "What these responses take.")
 RECORDS = counter("baton_router_records_total", "Requests that were recorded.", ["cause"])
@@ -200,6 +205,8 @@ def _begin_at_zero() -> None:
         MOVES.labels(outcome)
     for result in RESUMED:
         RESUMPTIONS.labels(result)
+    for result in ("attached", "lost"):
+        REATTACHMENTS.labels(result)
     for kind in (DeadlineUnreachable, Overloaded, QuotaExceeded, QuotaUnavailable):
         REFUSALS.labels(kind.reason)
     for outcome in ("refused", "allowed"):

@@ -19,6 +19,8 @@ from typing_extensions import Self
 from baton.errors import EngineFailed, Unsupported
 from services.engines.answer import Finished, Tokens
 from services.engines.generation import ClosingStream, Generation
+from services.engines.journal.journal import Journal
+from services.engines.journal.slots import Slot
 from services.engines.kv import BlockMemory, HeldBlocks, HeldKv, KvLayout, PulledKv, Reservation
 from services.engines.kv_events import ReportsKvEvents
 from services.engines.kv_transfer import TransfersKv
@@ -245,6 +247,19 @@ class DecodeEngine(Protocol):
         """
 
 
+@dataclass(frozen=True, slots=True)
+class RecoveredDecode:
+    """A decode that the worker's last process has left: its request, all ids of its prompt and its answer so far.
+
+    The KV of the first ones is in the reservation; None if all of it has to be computed again.
+    """
+
+    slot: Slot
+    record: bytes
+    ids: Sequence[int]
+    reservation: Reservation | None
+
+
 class NotOpened(EngineFailed, AttributeError):
     """An engine was used before its context was entered, which is a mistake of the code that uses it."""
 
@@ -331,6 +346,15 @@ class Engine(PrefillEngine, DecodeEngine, Protocol):
     def moves_decodes(self) -> bool:
         """True if a running generation can be lent and yielded, to go on in another engine."""
         return False
+
+    @property
+    def journal(self) -> Journal | None:
+        """The journal by which its decodes outlive its process; None if they do not."""
+        return None
+
+    def pop_recovered(self) -> Sequence[RecoveredDecode]:
+        """The decodes that the worker's last process has left, once. Whoever takes one owns its reservation."""
+        return ()
 
     @property
     def loras(self) -> ServesLoras | None:

@@ -8,6 +8,7 @@ from types import TracebackType
 from baton.errors import EngineFailed, Unsupported
 from runtime.aio import wait_until_done
 from services.engines.answer import Finished, Tokens
+from services.engines.journal.slots import Slot
 from services.engines.kv import HeldKv, LentKv
 
 
@@ -37,6 +38,11 @@ class Generation(AsyncGenerator[Tokens | Finished, None]):
     def pop_held(self) -> HeldKv | None:
         """Its KV after it has yielded, once, for a caller that owns it then; None if it had none."""
         return None
+
+    def outlive(self, slot: Slot) -> None:
+        """Has it journaled in this slot, before it begins. For engines with a `journal`."""
+        del slot
+        raise Unsupported("this engine has no journal of its decodes")
 
     async def lend(self, most_tokens: int) -> LentKv | None:
         """Holds its full blocks within the first `most_tokens` ids while it goes on; None if there are none."""

@@ -18,6 +18,11 @@ RECOVERED_BLOCKS = counter(
     "Blocks of the prefix cache that an earlier process of this worker left in kept memory: used again, or damaged.",
     ["outcome"],
 )
+RECOVERED_DECODES = counter(
+    "baton_recovered_decodes_total",
+    "Decodes that an earlier process of this worker left: with whole KV, a part of it, or as ids; damaged records.",
+    ["outcome"],
+)
 DRAFTED_TOKENS = counter("baton_drafted_tokens_total", "Tokens that speculation guessed.")
 ACCEPTED_TOKENS = counter("baton_accepted_draft_tokens_total", "Guessed tokens that became part of an answer.")
 

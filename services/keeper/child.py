@@ -1,13 +1,18 @@
 """One process of the worker: its start, its signals, and its certain death."""
 
+import ctypes
 import os
 import signal
 import socket
 import subprocess
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from services.keeper.messages import VARIABLE
+
+_LIBRARY = ctypes.CDLL(None)
+_SET_DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +47,13 @@ def _name(number: int) -> str:
         return f"signal {number}"
 
 
+def _die_with(keeper: int) -> None:
+    """Has the kernel kill this process with its keeper: one that hangs would not notice that it is gone."""
+    _LIBRARY.prctl(_SET_DEATH_SIGNAL, signal.SIGKILL)
+    if os.getppid() != keeper:
+        os._exit(1)
+
+
 class Child:
     """A running worker. `pidfd` is readable once it is dead: with all its threads, and its files closed."""
 
@@ -52,6 +64,7 @@ class Child:
             pass_fds=[end.fileno()],
             env={**os.environ, VARIABLE: str(end.fileno())},
             start_new_session=True,
+            preexec_fn=partial(_die_with, os.getpid()),  # safe: the keeper has no threads
         )
         # The process is not waited for before `wait`, so that its id is not another's.
         self.pidfd = os.pidfd_open(self._process.pid)

@@ -5,22 +5,12 @@ import socket
 import threading
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 
 from runtime.clock import monotonic
+from services.keeper.memory import Found
 from services.keeper.messages import VARIABLE, Answer, Packet, Request, receive, send
 
 _ANSWER_SECONDS = 10.0
-
-
-@dataclass(frozen=True, slots=True)
-class Kept:
-    """Descriptors of kept memory, which the caller owns: none if there is nothing that fits. `stale` is the
-    fingerprint of memory that did not fit, and has been freed.
-    """
-
-    descriptors: Sequence[int] = ()
-    stale: str = ""
 
 
 class KeeperClient:
@@ -50,10 +40,13 @@ class KeeperClient:
         """The time since the worker before this one ended."""
         return monotonic() - self.start.ended_at
 
-    def get(self, name: str, fingerprint: str) -> Kept:
-        """Returns what is kept under this name with this fingerprint. What has another one is freed."""
+    def get(self, name: str, fingerprint: str) -> Found:
+        """Returns what is kept under this name with this fingerprint. What has another one is freed.
+
+        The caller owns the descriptors.
+        """
         packet = self._ask(Request("get", name, fingerprint))
-        return Kept(tuple(packet.pop_descriptors()), Answer(**packet.content).stale)
+        return Found(tuple(packet.pop_descriptors()), Answer(**packet.content).stale)
 
     def put(self, name: str, fingerprint: str, descriptors: Sequence[int]) -> None:
         """Has the keeper hold duplicates of these descriptors, in the place of what it holds under this name."""
@@ -62,6 +55,11 @@ class KeeperClient:
     def drop(self, name: str) -> None:
         """Has the keeper free what it holds under this name."""
         self._ask(Request("drop", name))
+
+    def begin(self, seconds: float) -> None:
+        """Has the keeper kill this process if it does not call `watch` in this time."""
+        with self._lock:
+            send(self._end, Request("start", seconds=seconds))
 
     def watch(self, seconds: float) -> None:
         """Has the keeper kill this process once it has not called `beat` for so long."""

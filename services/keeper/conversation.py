@@ -7,13 +7,17 @@ from runtime.clock import monotonic
 from services.keeper.memory import KeptDescriptors
 from services.keeper.messages import Answer, KeeperLost, Packet, Request, receive, send
 
+# A worker that does not even say how long its start may take.
+_SILENT_SECONDS = 300.0
+
 
 class Conversation:
-    """Obeys a worker at the other end of `own`. `patience` is the longest time between two beats; None for any."""
+    """Obeys a worker at the other end of `own`."""
 
     def __init__(self, own: socket.socket, kept: KeptDescriptors, hello: Answer) -> None:
         self._socket, self._kept, self._hello = own, kept, hello
-        self.patience: float | None = None
+        self._patience: float | None = None  # between two beats, once it is ready
+        self._ready_by = monotonic() + _SILENT_SECONDS
         self._began: float | None = None
         self._beat_at = 0.0
 
@@ -24,9 +28,18 @@ class Conversation:
         return [] if number < 0 else [number]
 
     @property
-    def quiet_seconds(self) -> float:
-        """The time since the last beat."""
-        return monotonic() - self._beat_at
+    def seconds_left(self) -> float | None:
+        """The time until it counts as hung, unless it beats or becomes ready; None after the end."""
+        if self._socket.fileno() < 0:
+            return None
+        return (self._ready_by if self._patience is None else self._beat_at + self._patience) - monotonic()
+
+    @property
+    def complaint(self) -> str:
+        """What it has failed to do, once no time is left."""
+        if self._patience is None:
+            return "the worker has not become ready in time"
+        return f"the worker has not given a sign of life for {monotonic() - self._beat_at:.1f} s"
 
     @property
     def beaten_seconds(self) -> float:
@@ -48,14 +61,15 @@ class Conversation:
     def close(self) -> None:
         """Ends the conversation; a worker that is alive takes it for the keeper's end."""
         self._socket.close()
-        self.patience = None
 
     def _obey(self, request: Request, packet: Packet) -> None:
         match request.verb:
             case "beat":
                 self._beat_at = monotonic()
+            case "start":
+                self._ready_by = monotonic() + request.seconds
             case "watch":
-                self.patience = request.seconds
+                self._patience = request.seconds
                 self._began = self._beat_at = monotonic()
             case "hello":
                 send(self._socket, self._hello)

@@ -134,9 +134,9 @@ class _Life:
         return True
 
     def _seconds_left(self) -> float | None:
-        if self._hung or self._worker.patience is None:
+        left = self._worker.seconds_left
+        if self._hung or left is None:
             return None
-        left = self._worker.patience - self._worker.quiet_seconds
         self._is_suspect = self._is_suspect and left <= 0
         return _CONFIRM_SECONDS if self._is_suspect else max(0.0, left)
 
@@ -144,7 +144,7 @@ class _Life:
         if not self._is_suspect:
             self._is_suspect = True
             return
-        say(f"the worker has not given a sign of life for {self._worker.quiet_seconds:.1f} s: killing it")
+        say(f"{self._worker.complaint}: killing it")
         self._hung = True
         self._child.send(signal.SIGKILL)
 

@@ -1,6 +1,6 @@
 """The messages between a worker and its keeper: one packet each, of JSON, with file descriptors beside it.
 
-The worker asks, and the keeper answers: `hello`, `get`, `put` and `drop`. `watch` and `beat` have no answer.
+The worker asks, and the keeper answers: `hello`, `get`, `put` and `drop`. `start`, `watch` and `beat` have none.
 """
 
 import json
@@ -16,7 +16,7 @@ VARIABLE = "BATON_KEEPER_FD"
 _MOST_BYTES = 64 * 1024
 _MOST_DESCRIPTORS = 64
 
-Verb = Literal["hello", "get", "put", "drop", "watch", "beat"]
+Verb = Literal["hello", "get", "put", "drop", "start", "watch", "beat"]
 
 
 class KeeperLost(Exception):
@@ -25,7 +25,9 @@ class KeeperLost(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """`name` and `fingerprint` are of kept memory; `seconds`, of `watch`, is the longest time between two beats."""
+    """`name` and `fingerprint` are of kept memory; `seconds` is the longest time that a start takes, or
+    passes between two beats, of `watch`.
+    """
 
     verb: Verb
     name: str = ""

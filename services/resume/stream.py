@@ -15,6 +15,7 @@ from baton.errors import StreamAdopted
 from baton.inference.v1 import generate_pb2, sampling_pb2
 from engine_protocol.lane import TokenSource
 from services.engines.answer import Tokens
+from services.engines.journal.slots import Slot
 from services.requests.prompts import logprob_message, prompt_logprobs_message
 
 _NO_LOGPROBS: deque[bytes] = deque()  # of all streams without them: never changed
@@ -96,6 +97,7 @@ class KeptStream:
         "prompt_logprobs",
         "read_tokens",
         "reader",
+        "slot",
     )
 
     def __init__(self, kept: KeptRequest, logprob_bytes: int) -> None:
@@ -109,6 +111,7 @@ class KeptStream:
         self.error: Exception | None = None
         self.has_ended = self.is_over = False
         self.deadline_at: float | None = None  # of the event loop's clock
+        self.slot: Slot | None = None  # in the journal, if it outlives this process
         self.prompt_logprobs: generate_pb2.PromptLogprobs | None = None
         # Of the last ids, serialized. An empty deque of its own would take as much as all else here.
         self._logprobs: deque[bytes] = deque() if kept.has_logprobs else _NO_LOGPROBS

@@ -23,8 +23,11 @@ from baton.errors import (
 from runtime.aio import wait_until_done
 from services.config import KeepConfig
 from services.engines.base import EngineLoad
+from services.engines.journal.journal import Journal
+from services.engines.journal.slots import Slot
 from services.resume.reader import StreamReader
 from services.resume.stream import KeptRequest, KeptStream
+from services.resume.takeover import LeftStream, open_slot
 from services.telemetry import metrics
 
 Own = Callable[[KeptStream], Awaitable[None]]
@@ -75,9 +78,10 @@ class KeptStreams:
     A stream goes once nobody has read it for its grace, whether it has ended or not; one that failed goes at once.
     """
 
-    def __init__(self, config: KeepConfig, load: Callable[[], EngineLoad]) -> None:
+    def __init__(self, config: KeepConfig, load: Callable[[], EngineLoad], journal: Journal | None = None) -> None:
         self._config = config
         self._load = load
+        self._journal = journal
         self._entries: dict[str, _Entry] = {}
         self._parked: dict[_Entry, None] = {}  # those that generate, the longest parked first
         self._finished: dict[_Entry, int] = {}  # the bytes of those that have ended, in that order
@@ -125,14 +129,46 @@ class KeptStreams:
             if before.owner is not None:
                 await wait_until_done(before.owner)
         stream = KeptStream(KeptRequest.of(request, self._config.max_seconds), self._config.logprob_bytes)
-        entry = self._entries[request.request_id] = _Entry(stream)
+        self._enter(stream, own, seconds)
+        return stream
+
+    def take_over(self, left: LeftStream, own: Own) -> None:
+        """Goes on with a decode of the worker's last process. Until a router attaches to it nobody reads it."""
+        stream = KeptStream(KeptRequest.of(left.request, self._config.max_seconds), self._config.logprob_bytes)
+        stream.slot = left.decode.slot
+        stream.attempt, stream.attachment = left.decode.slot.last_reader
+        self._park(self._enter(stream, own, left.remaining_seconds))
+
+    def _enter(self, stream: KeptStream, own: Own, seconds: float | None) -> _Entry:
+        entry = self._entries[stream.kept.request_id] = _Entry(stream)
+        # Before a deadline that has passed already: a task that is cancelled before it begins frees nothing.
+        entry.owner = asyncio.create_task(self._run(entry, own))
         if seconds is not None:
             loop = asyncio.get_running_loop()
             stream.deadline_at = loop.time() + seconds
             entry.deadline = loop.call_later(seconds, entry.stop, DeadlineExceeded("the request's deadline has passed"))
-        entry.owner = asyncio.create_task(self._run(entry, own))
         self._note_usage()
-        return stream
+        return entry
+
+    def slot_for(self, stream: KeptStream) -> Slot | None:
+        """The slot in the journal of a stream that begins to generate; None if it ends with this process."""
+        if stream.slot is None and self._journal is not None:
+            stream.slot = open_slot(self._journal, stream, self._free_a_finished)
+            if stream.slot is not None:
+                stream.slot.note(stream.attempt, stream.attachment)
+        return stream.slot
+
+    def _free_a_finished(self) -> bool:
+        """Frees the slot of the stream that ended first: if the process dies, its end is computed again."""
+        entry = next((entry for entry in self._finished if entry.stream.slot is not None), None)
+        if entry is not None:
+            self._free_slot(entry)
+        return entry is not None
+
+    def _free_slot(self, entry: _Entry) -> None:
+        slot, entry.stream.slot = entry.stream.slot, None
+        if slot is not None and self._journal is not None:
+            self._journal.free_slot(slot)
 
     def authorized(self, request: decode_pb2.AttachRequest) -> KeptStream:
         """The stream that a router asks for. Raises StreamLost, also if the secret or the owner is another."""
@@ -150,6 +186,8 @@ class KeptStreams:
         entry = self._entries.get(stream.kept.request_id)
         reader = StreamReader(stream, at)
         stream.attach(reader)
+        if stream.slot is not None:
+            stream.slot.note(stream.attempt, stream.attachment)
         if entry is not None and entry.stream is stream:
             self._unpark(entry)
         try:
@@ -199,6 +237,8 @@ class KeptStreams:
                 self._drop(entry)
             entry.stream.end(error)
             self._note_end(entry)
+            if entry not in self._finished or entry.stream.finished is None:
+                self._free_slot(entry)  # only now: the engine has written into it until here
 
     def _note_end(self, entry: _Entry) -> None:
         self._parked.pop(entry, None)
@@ -246,7 +286,8 @@ class KeptStreams:
         entry.cancel_timers()
         entry.stop(entry.stopped_by)
         self._parked.pop(entry, None)
-        self._finished.pop(entry, None)
+        if self._finished.pop(entry, None) is not None:
+            self._free_slot(entry)
         if self._entries.get(entry.stream.kept.request_id) is entry:
             del self._entries[entry.stream.kept.request_id]
         self._note_usage()

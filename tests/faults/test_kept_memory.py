@@ -16,6 +16,7 @@ from support.cluster.processes import Process, process
 from support.cluster.several_processes import until
 from support.servers.etcd import free_port
 
+from baton.inference.v1 import generate_pb2
 from baton.inference.v1.inference_service_pb2_grpc import InferenceServiceStub
 from rpc.channels import open_channel
 
@@ -32,6 +33,7 @@ class Deployment:
     router: Process
     keeper: Process
     metrics: str
+    router_metrics: str
 
     @property
     def worker(self) -> psutil.Process:
@@ -51,13 +53,14 @@ def deployment(tmp_path: Path) -> Iterator[Deployment]:
     shared = [f"registry={{kind: file, folder: {tmp_path / 'registry'}}}", "namespace=test", "drain_seconds=5"]
     metrics = f"127.0.0.1:{free_port()}"
     kept = ["keep_memory={weights: true, kv: true, hang_seconds: 3}", f"metrics_listen={metrics}", _ENGINE]
-    patience = ["retry.wait_seconds=120", "openai.listen=''", "announce_seconds=0"]
+    router_metrics = f"127.0.0.1:{free_port()}"
+    patience = ["retry.wait_seconds=120", "openai.listen=''", "announce_seconds=0", f"metrics_listen={router_metrics}"]
     with ExitStack() as stack:
         keeper = stack.enter_context(process("services", "worker.yaml", [*shared, *kept], tmp_path / "worker.log"))
         router = stack.enter_context(process("router", "router.yaml", [*shared, *patience], tmp_path / "router.log"))
         keeper.wait_until_serving()
         router.wait_until_serving()
-        yield Deployment(router, keeper, metrics)
+        yield Deployment(router, keeper, metrics, router_metrics)
         assert keeper.terminate(60) == 0
 
 
@@ -67,10 +70,21 @@ async def _calls(deployment: Deployment) -> AsyncIterator[InferenceServiceStub]:
         yield InferenceServiceStub(channel)
 
 
-async def _answers(stub: InferenceServiceStub) -> Sequence[Answer]:
+def _requests(*, keep_seconds: int) -> Sequence[generate_pb2.GenerateRequest]:
     requests = [greedy_text(prompt, _TOKENS) for prompt in _PROMPTS]
-    for request in requests:
+    for seed, request in enumerate(requests):
         request.stopping.ignore_eos = True
+        request.response.keep.FromSeconds(keep_seconds)
+        if seed % 2:
+            request.sampling.temperature, request.sampling.seed = 0.9, seed
+            request.sampling.frequency_penalty = 0.1
+    return requests
+
+
+async def _answers(
+    stub: InferenceServiceStub, requests: Sequence[generate_pb2.GenerateRequest] | None = None
+) -> Sequence[Answer]:
+    requests = _requests(keep_seconds=0) if requests is None else requests
     return await asyncio.gather(*(generate(stub, request) for request in requests))
 
 
@@ -91,6 +105,28 @@ async def test_streams_go_on_when_their_worker_dies(deployment: Deployment, deat
         assert found.sum("baton_kv_recovered_blocks_total", outcome="used") > 0
         assert found.sum("baton_kv_recovered_blocks_total", outcome="damaged") == 0
         assert found.sum("baton_prefix_cache_hit_tokens_total") > 0
+        await until(lambda: scrape(deployment.metrics).sum("baton_kv_blocks", state="used") == 0)
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("death", _DEATHS, ids=lambda death: death.name)
+async def test_kept_streams_go_on_with_all_their_kv_in_the_next_process(
+    deployment: Deployment, death: signal.Signals
+) -> None:
+    requests = _requests(keep_seconds=60)
+    async with _calls(deployment) as stub:
+        expected = await _answers(stub, requests)
+        running = asyncio.create_task(_answers(stub, requests))
+        await until(lambda: _is_amid(deployment))
+        os.kill(deployment.worker.pid, death)
+        again = await running
+        assert [answer.ids for answer in again] == [answer.ids for answer in expected]
+        assert [answer.text for answer in again] == [answer.text for answer in expected]
+        found = scrape(deployment.metrics)
+        assert found.sum("baton_recovered_decodes_total", outcome="whole") == len(requests)
+        assert found.sum("baton_recovered_decodes_total", outcome="damaged") == 0
+        assert found.sum("baton_worker_prompt_tokens_total") == 0  # none was computed again
+        assert scrape(deployment.router_metrics).sum("baton_router_reattachments_total", result="attached") == 6
         await until(lambda: scrape(deployment.metrics).sum("baton_kv_blocks", state="used") == 0)
 
 

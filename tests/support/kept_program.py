@@ -42,6 +42,8 @@ def _obey(keeper: KeeperClient, verb: str, arguments: list[str]) -> str:
             return f"found {name} {found} stale {kept.stale!r}"
         case "drop", [name]:
             keeper.drop(name)
+        case "start", [seconds]:
+            keeper.begin(float(seconds))
         case "watch", [seconds]:
             keeper.watch(float(seconds))
         case "beat", [times]:
@@ -55,6 +57,8 @@ def _obey(keeper: KeeperClient, verb: str, arguments: list[str]) -> str:
             return f"lived for {_age():.3f}, lost for {keeper.seconds_since_loss():.3f}"
         case "wait", []:
             time.sleep(_FOREVER)
+        case "stop", []:
+            os.kill(os.getpid(), signal.SIGSTOP)
         case "ignore", []:
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
         case "die", [name]:

@@ -4,10 +4,13 @@ import secrets
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass
 
 from baton.errors import BatonError, HandoffLost, InvalidRequest
 from services.engines.base import EngineLoad
 from services.engines.context import KeptMemory
+from services.engines.journal.journal import FoundDecode, Journal
+from services.engines.kv import packed_ids
 from services.engines.memory.allocation import UNSHARED, AllocationRules, no_free_blocks
 from services.engines.prompt import Prompt, Sampling
 from services.engines.pytorch.config import PyTorchConfig
@@ -27,6 +30,16 @@ from services.engines.pytorch.steps.outcomes import StepOutcomes
 from services.engines.pytorch.steps.pipeline import StepPipeline
 from services.engines.pytorch.steps.scheduler import Scheduler
 from services.engines.pytorch.steps.tier_loads import BlockReservation
+
+_WARM_UP_TOKENS = 4
+
+
+@dataclass(frozen=True, slots=True)
+class LeftDecode:
+    """A decode that an earlier process has left, and its blocks; None if all of it has to be computed again."""
+
+    found: FoundDecode
+    reservation: BlockReservation | None
 
 
 class EngineCore:
@@ -54,13 +67,24 @@ class EngineCore:
             self._outcomes = StepOutcomes(parts, self.scheduler)
             self.steps = StepPipeline(parts, self.scheduler, self._outcomes, rules)
             self._warm_up()
+            self._decodes = [self._left(found) for found in parts.recovered.decodes]
             self._open_facts(config, began)
             opened.pop_all()
 
     @property
     def recovered(self) -> Sequence[bytes]:
         """The hashes of blocks that an earlier process of the worker has left in the prefix cache."""
-        return [link for link in self._parts.recovered if self._pool.match([link])]
+        return [link for link in self._parts.recovered.hashes if self._pool.match([link])]
+
+    @property
+    def journal(self) -> Journal | None:
+        """The journal of its decodes; None if they end with this process."""
+        return self._parts.recovered.journal
+
+    def pop_decodes(self) -> list[LeftDecode]:
+        """The decodes that an earlier process has left, once."""
+        decodes, self._decodes = self._decodes, []
+        return decodes
 
     @property
     def exposes_kv(self) -> bool:
@@ -188,18 +212,33 @@ class EngineCore:
         """Lets blocks be evicted first that no session has but this one. Returns how many."""
         return self._pool.end_session(key)
 
+    def _left(self, found: FoundDecode) -> LeftDecode:
+        """Reserves the blocks of a decode, until it goes on."""
+        if not found.blocks:
+            return LeftDecode(found, None)
+        reservation = BlockReservation(found.computed, [], lambda _error: None, State.RESERVED, found.blocks)
+        reservation.cached_blocks = min(found.cached_tokens, found.computed) // self._block_tokens
+        reservation.granted_ids = packed_ids(found.blocks)
+        self.scheduler.reserved += 1
+        return LeftDecode(found, reservation)
+
     def _warm_up(self) -> None:
         """Runs a short prompt and some tokens, so that the first request need not wait for initialization."""
+        if self._pool.available * self._block_tokens < self._warm_up_prompt_tokens + _WARM_UP_TOKENS:
+            return  # decodes of an earlier process have all blocks, and go on at once
         self._run_short_prompt()
         if self.tiers is not None:
             self.tiers.begin(min(self._run_short_prompt() for _ in range(3)))
 
+    @property
+    def _warm_up_prompt_tokens(self) -> int:
+        return min(32, self._parts.limits.max_context_tokens - 1)
+
     def _run_short_prompt(self) -> float:
         """Runs a prompt of 32 tokens at most; returns the seconds to its first token. Raises its error."""
         outcome: list[Event] = []
-        length = min(32, self._parts.limits.max_context_tokens - 1)
-        prompt = Prompt((0,) * length, cache_salt=secrets.token_hex())
-        sampling = Sampling(max_tokens=4, temperature=0.0, ignore_eos=True)
+        prompt = Prompt((0,) * self._warm_up_prompt_tokens, cache_salt=secrets.token_hex())
+        sampling = Sampling(max_tokens=_WARM_UP_TOKENS, temperature=0.0, ignore_eos=True)
         sequence = self.new_sequence(prompt, sampling, outcome.append, hold=False)
         self.submit(sequence)
         while self.steps.step():

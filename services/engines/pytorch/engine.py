@@ -10,9 +10,10 @@ import torch
 from typing_extensions import Self
 
 from baton.errors import BatonError, InvalidRequest, Unsupported
-from services.engines.base import Engine, EngineLoad, ModelFacts, PromptProgress
+from services.engines.base import Engine, EngineLoad, ModelFacts, PromptProgress, RecoveredDecode
 from services.engines.canary import Canary
 from services.engines.context import KeptMemory
+from services.engines.journal.journal import Journal
 from services.engines.kv import BlockMemory, HeldKv, PulledKv
 from services.engines.kv_events import KvChange, KvPublisher
 from services.engines.lora.adapters import LoraAdapters
@@ -117,6 +118,23 @@ class PyTorchEngine(Engine):
     def responsive(self) -> bool:
         """False also while a test request takes far longer than usual."""
         return self.healthy and not self._canary.is_late
+
+    @property
+    def journal(self) -> Journal | None:
+        """The journal by which its decodes outlive its process; None if they do not."""
+        return self._core.journal
+
+    def pop_recovered(self) -> Sequence[RecoveredDecode]:
+        """The decodes that the worker's last process has left, once. See Engine."""
+        return [
+            RecoveredDecode(
+                left.found.slot,
+                left.found.record,
+                left.found.ids,
+                ReservedBlocks(self._loop, left.reservation) if left.reservation else None,
+            )
+            for left in self._core.pop_decodes()
+        ]
 
     @property
     def loras(self) -> LoraAdapters[dict[str, LowRank]] | None:

@@ -7,11 +7,14 @@ from dataclasses import dataclass
 import torch
 
 from baton.errors import ConfigError
+from services.engines import metrics
 from services.engines.context import KeptMemory
+from services.engines.journal.journal import FoundDecode, Journal
+from services.engines.journal.slots import SlotShape
 from services.engines.kv import KvLayout
 from services.engines.pytorch.config import PyTorchConfig
 from services.engines.pytorch.kv_cache.blocks import BlockPool, CacheListener
-from services.engines.pytorch.kv_cache.kept_cache import KeptCache, KeptPool
+from services.engines.pytorch.kv_cache.kept_cache import KeptCache, KeptPool, KeptShape
 from services.engines.pytorch.kv_cache.memory import DeviceMemory, HostMemory, open_memory
 from services.engines.pytorch.kv_cache.pool_size import layout_of, num_blocks, step_tokens
 from services.engines.pytorch.kv_cache.tiers.tiers import KvTiers
@@ -24,6 +27,20 @@ from services.engines.pytorch.runners.fused_runner import Sizes
 from services.engines.pytorch.runners.runner import StepRunner
 from services.engines.pytorch.runners.selection import fused_runner, open_runner
 from services.engines.pytorch.steps.scheduler import SchedulerLimits
+
+# A slot of the journal is a decode's until its answer has been kept for its grace.
+_SLOTS_PER_SEQUENCE = 4
+# Beside those for all ids: drafts may take some more.
+_DRAFT_BLOCKS = 16
+
+
+@dataclass(frozen=True, slots=True)
+class Recovered:
+    """What an earlier process has left: the hashes of blocks in the prefix cache, and decodes that own their blocks."""
+
+    hashes: Sequence[bytes] = ()
+    decodes: Sequence[FoundDecode] = ()
+    journal: Journal | None = None  # for the decodes of this process
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +56,7 @@ class EngineParts:
     tiers: KvTiers | None
     followers: Followers | None
     runner: StepRunner
-    recovered: Sequence[bytes]  # the hashes of blocks that an earlier process has left in the prefix cache
+    recovered: Recovered
     eos_token_ids: frozenset[int]
 
     def zero(self, blocks: list[int]) -> None:
@@ -70,16 +87,17 @@ def open_parts(
     blocks = num_blocks(config, model, layout)
     blocks = followers.least_blocks(blocks) if followers else blocks
     with ExitStack() as opened:
-        kept_pool = _kept_pool(config, layout, blocks, kept)
+        limits = _limits(config, model, layout, blocks - 1)
+        shape = _kept_shape(layout, blocks, limits)
+        kept_pool = KeptPool.open(kept.keeper, shape, config) if kept is not None and kept.kv else None
         memory = open_memory(layout, blocks, model.device, kept_pool.pool if kept_pool else None)
         opened.callback(memory.close)
         pool = BlockPool(blocks, listener, config.retained_share)
-        recovered = _recover(pool, memory, layout, kept_pool)
+        recovered = _recover(pool, memory, shape, kept_pool)
         tiers = _open_tiers(config, layout, memory.tensor, listener)
         if tiers is not None:
             opened.callback(tiers.close)
             pool.lower = tiers
-        limits = _limits(config, model, layout, pool.total)
         sizes = Sizes(limits.max_sequences, limits.max_context_tokens, limits.block_tokens, graphs=config.cuda_graphs)
         if followers is None:
             runner = open_runner(config, model, memory.tensor, layout, sizes, lora)
@@ -98,24 +116,32 @@ def _load(config: PyTorchConfig, followers: Followers | None, kept: KeptMemory |
     return load_kept(config, kept.keeper)
 
 
-def _kept_pool(config: PyTorchConfig, layout: KvLayout, num_blocks: int, kept: KeptMemory | None) -> KeptPool | None:
-    if kept is None or not kept.kv:
-        return None
-    return KeptPool.open(kept.keeper, layout, num_blocks, config)
+def _kept_shape(layout: KvLayout, num_blocks: int, limits: SchedulerLimits) -> KeptShape:
+    blocks = -(-limits.max_context_tokens // limits.block_tokens) + _DRAFT_BLOCKS
+    slot = SlotShape(limits.max_context_tokens, blocks)
+    return KeptShape(layout, num_blocks, slot, _SLOTS_PER_SEQUENCE * limits.max_sequences)
 
 
-def _recover(
-    pool: BlockPool, memory: HostMemory | DeviceMemory, layout: KvLayout, kept: KeptPool | None
-) -> Sequence[bytes]:
-    """Takes over what an earlier process has left, and records from now on. Returns the hashes of what was found."""
+def _recover(pool: BlockPool, memory: HostMemory | DeviceMemory, shape: KeptShape, kept: KeptPool | None) -> Recovered:
+    """Takes over what an earlier process has left, and records from now on."""
     if kept is None:
-        return ()
+        return Recovered()
     assert isinstance(memory, HostMemory)
-    cache = KeptCache(kept, memory, layout)
-    contents = cache.recover() if kept.is_found else {}
+    journal = Journal(kept.journal, shape.slot, shape.num_slots)
+    cache = KeptCache(kept.seals, memory, shape.layout)
+    decodes: Sequence[FoundDecode] = ()
+    if kept.is_found:
+        decodes = journal.read(shape.layout.block_tokens, shape.num_blocks)
+    else:
+        journal.begin()
+    contents = cache.recover(decodes) if kept.is_found else {}
     pool.adopt(contents)
+    for decode in decodes:
+        pool.claim(decode.blocks)
+        metrics.RECOVERED_DECODES.labels(decode.kv).inc()
+    metrics.RECOVERED_DECODES.labels("damaged").inc(journal.damaged)
     pool.record_of_cache = cache
-    return tuple(contents.values())
+    return Recovered(tuple(contents.values()), decodes, journal)
 
 
 def _open_tiers(

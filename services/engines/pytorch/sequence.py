@@ -9,6 +9,7 @@ import torch
 
 from baton.errors import BatonError
 from services.engines.answer import Finished, FinishReason, FromTiers, PromptLogprobs, TokenLogprob
+from services.engines.journal.slots import Slot
 from services.engines.kv_events import KvTier
 from services.engines.prompt import MediaSpan, Prompt, Retained, Sampling
 from services.engines.pytorch.kv_cache.blocks import HashChain
@@ -109,6 +110,7 @@ class TokenSequence:
     sink: Sink
     tokens: list[int]
     lora_slot: int = NO_SLOT
+    slot: Slot | None = None  # in the journal, if it is to outlive this process
     drafts: DraftState = field(default_factory=DraftState)
     state: State = State.NEW
     blocks: list[int] = field(default_factory=list)
@@ -135,6 +137,30 @@ class TokenSequence:
     def reserves(self) -> bool:
         """False: it waits for blocks to compute, not for blocks to pull into."""
         return False
+
+    def gain(self, blocks: Sequence[int]) -> None:
+        """Adds blocks to its table, before anything is written into them."""
+        self.blocks += blocks
+        if self.slot is not None:
+            self.slot.grant(self.blocks)
+
+    def lose(self) -> list[int]:
+        """Empties its table. Returns the blocks, which the caller then releases."""
+        if self.slot is not None:
+            self.slot.revoke()
+        blocks, self.blocks = self.blocks, []
+        return blocks
+
+    def journal(self) -> None:
+        """Notes what is computed, and the ids that follow. Call it before anybody is told of them."""
+        if self.slot is not None:
+            self.slot.advance(self.computed, self.tokens, self.cached_tokens)
+
+    def leave_journal(self) -> None:
+        """Has it end with this process: it goes on elsewhere, or its KV is of no use."""
+        if self.slot is not None:
+            self.slot.close()
+            self.slot = None
 
     def rows_of(self, span: MediaSpan) -> torch.Tensor:
         """Returns the embedding of a medium of the prompt, `[tokens, hidden size]`."""

@@ -11,6 +11,7 @@ from typing import Any
 
 from services.engines.answer import Finished, Tokens
 from services.engines.generation import Generation
+from services.engines.journal.slots import Slot
 from services.engines.kv import HeldKv, LentKv
 from services.engines.pytorch.core import EngineCore
 from services.engines.pytorch.engine_loop import EngineLoop
@@ -149,6 +150,10 @@ class DecodeStream(Generation):
             return None
         self._ended = True
         return HeldPrompt(self._loop, self._sequence, held)
+
+    def outlive(self, slot: Slot) -> None:
+        """Has it journaled. See Generation."""
+        self._sequence.slot = slot
 
     async def lend(self, most_tokens: int) -> LentKv | None:
         """Holds its full blocks. See Generation."""

@@ -227,6 +227,31 @@ def test_a_worker_whose_keeper_is_killed_ends(tmp_path: Path) -> None:
         assert select.select([descriptor], [], [], _SECONDS)[0]
 
 
+@pytest.mark.parametrize("words", ["watch:600+stop", "stop"])
+def test_a_stopped_worker_whose_keeper_is_killed_ends_too(tmp_path: Path, words: str) -> None:
+    with _keeper(tmp_path, words) as run:
+        pid = run.pid(0)
+        descriptor = os.pidfd_open(pid)
+        while Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "T":
+            time.sleep(0.01)
+        run.popen.kill()
+        assert select.select([descriptor], [], [], _SECONDS)[0]
+
+
+def test_a_start_that_hangs_is_killed_and_counts_as_a_failure(tmp_path: Path) -> None:
+    with _keeper(tmp_path, "put:kv:one+start:0.2+stop", "get:kv:one+beat:1+start:0.2+wait", "exit:0") as run:
+        assert run.ended() == 0
+        assert "1 started by hang" in run.notes
+        assert "1 found kv ['kv of one']" in run.notes
+        assert "2 started by hang" in run.notes
+
+
+def test_a_start_may_take_as_long_as_it_says(tmp_path: Path) -> None:
+    with _keeper(tmp_path, "start:0.1+start:600+beat:20+exit:0") as run:
+        assert run.ended() == 0
+        assert run.notes.count("started") == 1
+
+
 def test_the_keeper_imports_nothing_but_the_standard_library() -> None:
     program = (
         "import sys; before = set(sys.modules); import services.keeper.__main__; print(*set(sys.modules) - before)"

@@ -14,7 +14,7 @@ from support.keeping import keeper_here
 from baton.errors import ConfigError
 from services.config import KeepMemoryConfig, WorkerConfig
 from services.engines.pytorch.config import PyTorchConfig
-from services.keeping import forget_unwanted
+from services.keeping import begin_start
 
 _EMBEDDED = {"kind": "pytorch", "model": "models/demo", "device": "cpu"}
 _KV = {"keep_memory": {"kv": True}}
@@ -66,7 +66,7 @@ def test_what_the_configuration_does_not_keep_any_more_is_freed(wanted: dict[str
             descriptor = os.memfd_create(name)
             memory.keeper.put(name, "any", [descriptor])
             os.close(descriptor)
-        forget_unwanted(memory.keeper, KeepMemoryConfig.model_validate(wanted))
+        begin_start(memory.keeper, KeepMemoryConfig.model_validate(wanted))
         assert keeper.kept.names == left
 
 

@@ -85,6 +85,12 @@ class Node:
     def is_alive(self) -> bool:
         return self._popen is not None and self._popen.poll() is None
 
+    @property
+    def pid(self) -> int:
+        """The process, which must have been started."""
+        assert self._popen is not None
+        return self._popen.pid
+
     def start(self, *more: str) -> None:
         """Starts the process, which does not serve yet."""
         if self.role != "router":

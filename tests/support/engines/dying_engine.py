@@ -104,7 +104,7 @@ def _is_right(found: Answered, expected: Answered) -> bool:
 
 
 def _live(
-    folder: str, client: KeeperClient, output: int, seed: int, death: "_Death", expected: Sequence[Answered]
+    folder: str, client: KeeperClient, output: int, seed: int, death: "Death", expected: Sequence[Answered]
 ) -> None:
     """An engine, until it is killed; without a time or a write at which it is, until it has generated everything."""
 
@@ -156,7 +156,7 @@ def _break() -> None:
 
 
 @dataclass(slots=True)
-class _Death:
+class Death:
     """When an engine dies: after some seconds on the processor, or at a write."""
 
     seconds: float = 0.0
@@ -164,7 +164,7 @@ class _Death:
 
 
 def _run_one(
-    folder: str, kept: KeptDescriptors, death: _Death, seed: int, expected: Sequence[Answered], *, broken: bool
+    folder: str, kept: KeptDescriptors, death: Death, seed: int, expected: Sequence[Answered], *, broken: bool
 ) -> tuple[list[str], bool]:
     """The lines of an engine, and whether it was killed."""
     own, end = pair()
@@ -185,11 +185,11 @@ def _run_one(
         os._exit(0)
     end.close()
     os.close(write)
-    lines = _serve(pid, Conversation(own, kept, Answer()), read)
+    lines = serve(pid, Conversation(own, kept, Answer()), read)
     return lines, os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) in (-signal.SIGKILL, -signal.SIGPROF)
 
 
-def _serve(pid: int, conversation: Conversation, read: int) -> list[str]:
+def serve(pid: int, conversation: Conversation, read: int) -> list[str]:
     pidfd, text = os.pidfd_open(pid), b""
     open_sources = {read}
     while True:
@@ -224,13 +224,13 @@ def _judge(report: Report, lines: Sequence[str], expected: Sequence[Answered]) -
             report.problems.append(line)
 
 
-def _schedule(kills: int, seed: int, *, at_writes: bool) -> list[_Death]:
+def _schedule(kills: int, seed: int, *, at_writes: bool) -> list[Death]:
     if not at_writes:
         chosen = random.Random(seed)
-        return [_Death(seconds=chosen.uniform(0.01, 0.5)) for _ in range(kills)]
+        return [Death(seconds=chosen.uniform(0.01, 0.5)) for _ in range(kills)]
     cuts = [0.0, 0.13, 0.5, 1.0]
-    at = [_Death(write=(seed + number // len(cuts), cuts[number % len(cuts)])) for number in range(kills)]
-    return [each for death in at for each in (death, _Death())]
+    at = [Death(write=(seed + number // len(cuts), cuts[number % len(cuts)])) for number in range(kills)]
+    return [each for death in at for each in (death, Death())]
 
 
 def main() -> None:

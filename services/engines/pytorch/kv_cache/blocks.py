@@ -174,6 +174,14 @@ class BlockPool:
         for block in contents:
             self._idle.add(block)
 
+    def claim(self, blocks: Sequence[int]) -> None:
+        """Adds a reference to each of these blocks, which a decode of an earlier process has left."""
+        self.share([block for block in blocks if block in self._hash_of])
+        own = {block for block in blocks if block not in self._hash_of}
+        self._empty = [block for block in self._empty if block not in own]
+        for block in own:
+            self._references[block] = 1
+
     def drop(self, hashes: Sequence[bytes]) -> None:
         """Removes the unused blocks of a chain from the cache."""
         for block in self.match(hashes):

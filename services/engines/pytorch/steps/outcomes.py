@@ -52,6 +52,7 @@ class StepOutcomes:
         sequence.computed = chunk.end - len(chunk.drafts)
         self.store(sequence)
         if chosen is None:
+            sequence.journal()
             sequence.report_computed(self._block_tokens)
         elif chosen.token_id is not None:
             sequence.drafts.drafted += len(chunk.drafts)
@@ -122,6 +123,7 @@ class StepOutcomes:
     def _append(self, sequence: TokenSequence, token_id: int, chosen: Chosen) -> None:
         sequence.tokens.append(token_id)
         sequence.sampler.append(token_id)
+        sequence.journal()
         if not sequence.first_token_at:
             self._record_first_token(sequence)
             self._retain(sequence)
@@ -139,6 +141,7 @@ class StepOutcomes:
         """Ends a sequence that is to go on elsewhere, and holds its blocks."""
         self.held.add(sequence)
         self._scheduler.keep(sequence)
+        sequence.leave_journal()
         held = self._held_event(sequence, None, None)
         sequence.sink(HeldDecode(sequence.finished(FinishReason.YIELDED), held))
 
@@ -191,5 +194,6 @@ class StepOutcomes:
 
     def _fail(self, sequence: TokenSequence) -> None:
         """Fails a request whose numbers overflowed, and zeroes its blocks: NaN would spread even through a mask."""
+        sequence.leave_journal()
         self._parts.zero(self._pool.forget(sequence.blocks))
         self.leave(sequence, Failed(ComputeFailed("the model computed NaN or infinity for this request")))

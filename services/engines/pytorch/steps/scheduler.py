@@ -208,7 +208,9 @@ class Scheduler:
         """Moves the filled blocks of a reservation to the sequence, which then runs."""
         self.reserved -= 1
         reservation.state = State.DONE
-        sequence.blocks, reservation.blocks = reservation.blocks, []
+        blocks, reservation.blocks = reservation.blocks, []
+        sequence.gain(blocks)
+        sequence.journal()
         self.join(sequence)
 
     def is_held_up(self, reservation: BlockReservation) -> bool:
@@ -265,14 +267,14 @@ class Scheduler:
             if victim is sequence:
                 return False
         if missing > 0:
-            sequence.blocks += self._pool.allocate(missing)
+            sequence.gain(self._pool.allocate(missing))
         return True
 
     def _allocate_drafts(self, sequence: TokenSequence, tokens: int) -> int:
         """Allocates blocks for `tokens` more, unless others need them; returns for how many there is need."""
         missing = self._num_blocks(sequence.length + tokens) - len(sequence.blocks)
         if missing > 0 and self._pool.available >= missing + len(self.running):
-            sequence.blocks += self._pool.allocate(missing)
+            sequence.gain(self._pool.allocate(missing))
         return min(tokens, len(sequence.blocks) * self._limits.block_tokens - sequence.length)
 
     def _missing(self, sequence: TokenSequence) -> int:
@@ -377,16 +379,15 @@ class Scheduler:
         if self._pool.available_beside(need.cached) < need.missing + len(self.running):
             return False
         self._pool.share(need.cached)
-        item.blocks = need.cached + self._pool.allocate(need.missing)
+        item.gain(need.cached + self._pool.allocate(need.missing))
         return True
 
     def _free(self, item: TokenSequence | BlockReservation) -> int:
-        count = len(item.blocks)
+        blocks = item.lose()
         if isinstance(item, TokenSequence) and item.hold:
-            self.kept.remove(item.blocks)
-        self._pool.release(item.blocks)
-        item.blocks = []
-        return count
+            self.kept.remove(blocks)
+        self._pool.release(blocks)
+        return len(blocks)
 
     def _num_blocks(self, num_tokens: int) -> int:
         return -(-num_tokens // self._limits.block_tokens)

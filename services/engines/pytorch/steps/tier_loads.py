@@ -184,6 +184,15 @@ class BlockReservation:
         """True: it waits for blocks to pull into."""
         return True
 
+    def gain(self, blocks: Sequence[int]) -> None:
+        """Adds blocks to its table."""
+        self.blocks += blocks
+
+    def lose(self) -> list[int]:
+        """Empties its table. Returns the blocks."""
+        blocks, self.blocks = self.blocks, []
+        return blocks
+
 
 @dataclass(frozen=True, slots=True)
 class LentBlocks:

@@ -22,7 +22,7 @@ from services.engines.kv import KvLayout
 from services.engines.kv_events import KvSnapshot
 from services.engines.prompt import Prompt
 from services.engines.pytorch.engine import PyTorchEngine
-from services.engines.pytorch.kv_cache.kept_cache import KeptCache, KeptPool
+from services.engines.pytorch.kv_cache.kept_cache import KeptCache
 from services.engines.pytorch.kv_cache.memory import HostMemory
 from services.engines.seals import SEAL_BYTES
 
@@ -106,7 +106,7 @@ class _Kept:
 
     def open(self) -> tuple[KeptCache, HostMemory]:
         memory = HostMemory(LAYOUT, BLOCKS, os.dup(self.pool))
-        return KeptCache(KeptPool(self.pool, os.dup(self.seals), is_found=True), memory, LAYOUT), memory
+        return KeptCache(os.dup(self.seals), memory, LAYOUT), memory
 
     def fill(self, blocks: Sequence[int]) -> dict[int, bytes]:
         cache, memory = self.open()
@@ -177,8 +177,8 @@ def test_all_other_blocks_are_zero(size: int) -> None:
         assert bytes(memory.read([block])[0]) == expected * size
 
 
-def _kill(folder: Path, *options: str) -> dict[str, object]:
-    command = [sys.executable, "-m", "support.engines.dying_engine", str(save_llama(folder)), *options]
+def _kill(folder: Path, *options: str, program: str = "dying_engine") -> dict[str, object]:
+    command = [sys.executable, "-m", f"support.engines.{program}", str(save_llama(folder)), *options]
     paths = {**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'tests'}"}
     ended = subprocess.run(command, env=paths, capture_output=True, text=True, check=False)
     assert ended.returncode == 0, ended.stderr[-2000:]
@@ -199,3 +199,17 @@ def test_engines_that_are_killed_give_no_wrong_token_and_leak_no_block(tmp_path:
 
 def test_a_planted_error_of_order_is_found(tmp_path: Path) -> None:
     assert int(str(_kill(tmp_path, "12", "--broken")["wrong"])) > 0
+
+
+@pytest.mark.timeout(3000 if _FULL else 300)
+@pytest.mark.parametrize("options", [("10",), ("900" if _FULL else "12", "--at-writes", "--seed=100")])
+def test_decodes_of_engines_that_are_killed_go_on_exactly(tmp_path: Path, options: Sequence[str]) -> None:
+    report = _kill(tmp_path, *options, program="dying_decodes")
+    assert report["kills"] == int(options[0])
+    assert report["wrong"] == 0
+    assert report["problems"] == []
+    assert int(str(report["complete"])) > 0
+
+
+def test_kv_that_decodes_have_lost_is_found(tmp_path: Path) -> None:
+    assert int(str(_kill(tmp_path, "8", "--broken", program="dying_decodes")["wrong"])) > 0
