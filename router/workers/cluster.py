@@ -2,8 +2,9 @@
 
 import asyncio
 import hashlib
+import math
 from collections import Counter
-from collections.abc import AsyncGenerator, Collection, Iterable, Iterator, Sequence
+from collections.abc import AsyncGenerator, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass, field, replace
@@ -24,7 +25,7 @@ from baton.errors import (
 from baton.inference.v1 import generate_pb2, lora_pb2
 from discovery.backoff import Backoff
 from discovery.membership import Latest
-from discovery.pairing import partly_unpaired, unpaired
+from discovery.pairing import Unpaired, partly_unpaired, unpaired
 from discovery.record import LORA, Domain
 from discovery.registry import Registry, WorkerRecord
 from engine_protocol.multiplex.peer_stream import StreamDialer
@@ -36,7 +37,7 @@ from router.workers.handle import WorkerHandle, connect
 from router.workers.loras import SEPARATOR, find_lora, has_lora, split_name
 from rpc.channels import Dial
 from runtime.aio import TaskGroup
-from runtime.clock import monotonic
+from runtime.clock import monotonic, perf_counter
 from runtime.lasting import lasting
 
 log = structlog.get_logger(__name__)
@@ -45,6 +46,12 @@ _CARD_SECONDS = 60.0  # a vocabulary of 250,000 tokens takes 2 s
 # For so long a worker of the first view may leave names uncertain: it has 30 s to send its card, and reading that 60 s.
 _TELLING_SECONDS = 90.0
 _LONGEST_REASON = 300  # characters of what a card's reading raised
+# Of more records those that are known are watched, and the first others.
+_MOST_WORKERS = 4096
+# In large fleets what follows from a change takes milliseconds: that rests for so many times as long after each time.
+_RESTS = 9
+# The pairs of more workers are looked for in a thread.
+_PAIRED_AT_ONCE = 64
 
 
 @dataclass(slots=True, eq=False)
@@ -90,6 +97,11 @@ class Cluster:
         self._first: frozenset[tuple[str, int, str]] | None = None  # the members of the first view of the registry
         self._models: dict[str, ServedModel] = {}
         self._cards: dict[str, tuple[bytes, asyncio.Future[ServedModel]]] = {}
+        self._unpaired: Mapping[str, Unpaired] = {}  # by process
+        self._pairing: asyncio.Task[None] | None = None
+        self._turns = asyncio.Lock()  # to begin to watch a worker, one after the other
+        self._refreshes_at = -math.inf
+        self._refreshing: asyncio.TimerHandle | None = None
         self._ready: Latest[bool] = Latest()
         self._changed = asyncio.Event()
         self._version = 0
@@ -182,14 +194,22 @@ class Cluster:
     async def _follow(self, registry: Registry) -> None:
         async with aclosing(registry.watch()) as views:
             async for records in views:
+                began = perf_counter()
                 self._update(records)
+                # Meanwhile the views of a flood of records become one.
+                await asyncio.sleep(_RESTS * (perf_counter() - began))
 
     def close(self) -> None:
         """Stops watching all workers."""
         for member in self._members.values():
             member.leave.set()
+        if self._refreshing is not None:
+            self._refreshing.cancel()
 
-    def _update(self, records: tuple[WorkerRecord, ...]) -> None:
+    def _update(self, records: Sequence[WorkerRecord]) -> None:
+        if len(records) > _MOST_WORKERS:
+            log.error("too many workers are registered", workers=len(records), watched=_MOST_WORKERS)
+            records = sorted(records, key=lambda record: _key(record) not in self._members)[:_MOST_WORKERS]
         seen = {_key(record): record for record in records}
         if self._first is None:
             self._first = frozenset(seen)
@@ -205,6 +225,7 @@ class Cluster:
             if known is None or known.leave.is_set():
                 member = self._members[key] = _Member(record)
                 self._group.create_task(self._host(key, member))
+        self._find_pairs()
         self._refresh()
 
     async def _host(self, key: tuple[str, int, str], member: _Member) -> None:
@@ -229,6 +250,8 @@ class Cluster:
             await asyncio.sleep(backoff.next_seconds())
 
     async def _watch(self, key: tuple[str, int, str], member: _Member) -> None:
+        async with self._turns:
+            await asyncio.sleep(0)
         async with connect(
             member.record, self._dial, self._probe, self._load_card, self._refresh, self._stream_dialer
         ) as worker:
@@ -244,14 +267,25 @@ class Cluster:
         self._refresh()
 
     def _refresh(self) -> None:
-        """Updates everything that depends on the records or on a worker's health."""
+        """Updates everything that depends on the records or on a worker's health; after a large update, a little later."""
         self._version += 1
+        seconds = self._refreshes_at - monotonic()
+        if seconds <= 0:
+            self._refresh_now()
+        elif self._refreshing is None:
+            self._refreshing = asyncio.get_running_loop().call_later(seconds, self._refresh_now)
+
+    def _refresh_now(self) -> None:
+        if self._refreshing is not None:
+            self._refreshing.cancel()
+            self._refreshing = None
+        began = perf_counter()
         for member in self._members.values():
             if member.worker is None:
                 continue
             member.worker.record = member.record
-        # The cards of decode workers win: every generation ends on one.
-        for worker in sorted(self.workers, key=lambda worker: "decode" in worker.record.roles):
+        # The cards of decode workers win: every generation ends on one. Requests that fit only some go to those.
+        for worker in sorted(self.workers, key=_weight):
             if worker.model:
                 self._models[worker.record.model] = worker.model
         self._record_unpaired()
@@ -260,12 +294,27 @@ class Cluster:
         # Wakes the present waiters; later ones wait for the next change.
         self._changed.set()
         self._changed = asyncio.Event()
+        self._refreshes_at = monotonic() + _RESTS * (perf_counter() - began)
+
+    def _find_pairs(self) -> None:
+        """Finds the workers that fit no other for a handoff, after the records have changed."""
+        records = self._records()
+        if self._pairing is not None:
+            self._pairing.cancel()
+            self._pairing = None
+        if len(records) <= _PAIRED_AT_ONCE:
+            self._unpaired = unpaired(records, self._within)
+        else:
+            self._pairing = self._group.create_task(self._find_pairs_aside(records))
+
+    async def _find_pairs_aside(self, records: Sequence[WorkerRecord]) -> None:
+        self._unpaired = await asyncio.to_thread(unpaired, records, self._within)
+        self._refresh()
 
     def _record_unpaired(self) -> None:
         """Warns once of each worker that fits no other for a handoff: its requests would silently run on one worker."""
-        problems = unpaired(self._records(), self._within)
         for worker in self.workers:
-            found = problems.get(worker.record.process)
+            found = self._unpaired.get(worker.record.process)
             problem = found.problem if found else ""
             if found and problem != worker.unpaired:
                 worker_id = worker.record.worker_id
@@ -342,6 +391,11 @@ def _reason(error: BaseException | None) -> str:
 
 def _key(record: WorkerRecord) -> tuple[str, int, str]:
     return (record.worker_id, record.epoch, record.address)
+
+
+def _weight(worker: WorkerHandle) -> tuple[bool, int]:
+    """By which the last worker's card is that of a model."""
+    return "decode" in worker.record.roles, worker.model.limits.max_context_tokens if worker.model else 0
 
 
 def _roles_and_states(workers: Iterable[WorkerHandle]) -> Iterator[tuple[str, str]]:
