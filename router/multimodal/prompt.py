@@ -72,6 +72,7 @@ class MultimodalPrompt:
         self._embedder = embedder
         self._encoder = embedder.choose_encoder(model.name) if media else EncoderVersion(model.name, "", "")
         self._embeddings: dict[int, EmbeddingRef] = {}
+        self._avoided: frozenset[str] = frozenset()  # the processes of workers whose embeddings could not be read
 
     def __enter__(self) -> Self:
         return self
@@ -136,14 +137,21 @@ class MultimodalPrompt:
             ref.close()
         self._embeddings.clear()
 
-    def invalidate(self) -> None:
-        """Releases the embeddings, and removes leased ones from the cache: a worker could not read one of them."""
+    def invalidate(self, *, has_tokens: bool = False) -> None:
+        """Releases the embeddings, and removes them from the cache: a worker could not read one of them.
+
+        Rather other workers encode them again. Unless the answer has begun they may differ from the first ones.
+        """
         for ref in self._embeddings.values():
             ref.invalidate()
+            self._avoided |= {ref.encoded.worker.record.process}
         self.release()
+        if not has_tokens:
+            self._prompt = self._original
 
     async def _embed(self, index: int) -> None:
-        self._embeddings[index] = await self._embedder.embed(self._ctx, self._media[index], self._encoder)
+        media = self._media[index]
+        self._embeddings[index] = await self._embedder.embed(self._ctx, media, self._encoder, self._avoided)
 
     def _record(self, refs: Sequence[EmbeddingRef]) -> None:
         stats = self._ctx.stats
