@@ -62,7 +62,7 @@ class ExecutionState(Waiting):
         self.completion = completion
         self.stream = stream
         self.meter = TokenMeter(ctx.stats, ctx.timings, executor.metrics.latencies(ctx.stats), completion.token_ids)
-        self.calls = WorkerCalls(ctx, prompt.model, completion.sampling)
+        self.calls = WorkerCalls(ctx, prompt.model, completion.sampling, prompt.serialized)
         self.routing_request = RoutingRequest(
             prompt.model,
             prompt.without_embeddings,

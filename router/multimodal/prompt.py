@@ -20,6 +20,7 @@ from router.multimodal.encode import Embedder, LoadedMedia
 from router.placement.encoders import EncoderVersion
 from router.text.parsing.registry import AnswerParser
 from router.text.served_model import ServedModel
+from router.workers.serialized_prompt import SerializedPrompt
 from runtime.aio import gather_or_cancel
 
 
@@ -67,6 +68,8 @@ class MultimodalPrompt:
         self.token_ids: Sequence[int] = ()
         # The ids of the request's bad words.
         self.bad_sequences: Sequence[Sequence[int]] = ()
+        # The prompt as it is sent, of a long one without media.
+        self.serialized: SerializedPrompt | None = None
         self._placeholder = model.images.placeholder_token_id if model.images else 0
         self._media = media
         self._embedder = embedder
@@ -84,7 +87,7 @@ class MultimodalPrompt:
         """The same prompt for another answer, which holds its own embeddings."""
         prompt = MultimodalPrompt(ctx, model, self._original, self._media, self._embedder)
         if self._prompt is self._original:
-            prompt.token_ids = self.token_ids
+            prompt.token_ids, prompt.serialized = self.token_ids, self.serialized
         prompt.bad_sequences = self.bad_sequences
         return prompt
 
@@ -173,7 +176,7 @@ class MultimodalPrompt:
             prompt_pb2.MediaSpan(start=start, num_tokens=ref.num_tokens, digest=digest)
             for start, ref, digest in zip(expanded.starts, refs, digests, strict=True)
         ]
-        self.token_ids = expanded.token_ids
+        self.token_ids, self.serialized = expanded.token_ids, None
         self._prompt = prompt_pb2.Prompt(
             token_ids=expanded.token_ids, cache_salt=self._prompt.cache_salt, media=spans, lora=_lora(self._prompt)
         )
