@@ -104,8 +104,8 @@ class TracedChannel(aio.Channel):
     one more task, and passes each message of its stream through one more generator.
     benchmarks/telemetry/trace_propagation.py measures both.
 
-    Channels with the same `closing` are closed one after the other: grpc.aio looks at all tasks of the process for each,
-    and the event loop gets as much time in between.
+    Channels with the same `closing` are closed one after the other: for each of them grpc.aio looks at all tasks of the
+    process, and the event loop gets as much time in between.
     """
 
     def __init__(self, channel: aio.Channel, closing: asyncio.Lock | None = None) -> None:

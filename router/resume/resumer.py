@@ -157,9 +157,8 @@ class Resumer:
         if record.answers > 1:
             asked.sampling.n = record.answers
         seconds = self._remaining(request)
-        running = (one.decode.attached for one in answers if isinstance(one, Adopted) and not one.decode.attached.is_over)
-        for each in running:
-            if each.HasField("remaining"):
+        for each in (one.decode.attached for one in answers if isinstance(one, Adopted)):
+            if each.HasField("remaining") and not each.is_over:
                 seconds = min(seconds, each.remaining.ToNanoseconds() / 1e9)
         stats = RequestStats(record.request_id, timings)
         kept = record.started.resumption.keep.ToNanoseconds() / 1e9

@@ -267,7 +267,7 @@ class Cluster:
         self._refresh()
 
     def _refresh(self) -> None:
-        """Updates everything that depends on the records or on a worker's health; after a large update, a little later."""
+        """Updates everything that depends on the records or on a worker's health, a little after a large update."""
         self._version += 1
         seconds = self._refreshes_at - monotonic()
         if seconds <= 0:

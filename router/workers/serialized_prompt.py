@@ -31,7 +31,8 @@ class SerializedPrompt:
     def within(self, request: Message, field: str) -> bytes:
         """The bytes of a request that has this prompt in a field of its own."""
         number = request.DESCRIPTOR.fields_by_name[field].number
-        return b"".join((request.SerializeToString(), _varint(number << 3 | 2), _varint(len(self.content)), self.content))
+        head = _varint(number << 3 | 2), _varint(len(self.content))
+        return b"".join((request.SerializeToString(), *head, self.content))
 
 
 def _varint(number: int) -> bytes:

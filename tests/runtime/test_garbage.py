@@ -42,7 +42,7 @@ class Process:
         """Whether it has collected so many seconds later."""
         self.clock.advance(after)
         before = gc.get_stats()[2]["collections"]
-        has_collected = any([self.collections.look() for _ in range(garbage._LASTING_LOOKS)])
+        has_collected = any(self.collections.look() for _ in range(garbage._LASTING_LOOKS))
         assert not has_collected or gc.get_stats()[2]["collections"] > before
         return has_collected
 

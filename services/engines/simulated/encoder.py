@@ -131,7 +131,7 @@ def embedding_data(digest: bytes, shape: tuple[int, int]) -> bytes:
 
 
 def check_embeddings(media: Iterable[MediaSpan]) -> None:
-    """Raises EmbeddingLost if an embedding does not belong to its digest: another encode worker may make the right one."""
+    """Raises EmbeddingLost if an embedding does not belong to its digest: another worker may make the right one."""
     for span in media:
         embedding = span.embedding
         if embedding is not None and embedding.data != embedding_data(span.digest, embedding.shape):

@@ -23,5 +23,7 @@ def test_a_request_with_a_serialized_prompt_is_read_as_one_with_the_message(kind
 
 
 def test_the_message_is_given_what_the_rest_has() -> None:
-    serialized = SerializedPrompt.of((), prompt_pb2.Prompt(cache_salt="salt"))
-    assert prompt_pb2.Prompt.FromString(serialized.content) == serialized.message == prompt_pb2.Prompt(cache_salt="salt")
+    salted = prompt_pb2.Prompt(cache_salt="salt")
+    serialized = SerializedPrompt.of((), salted)
+    assert serialized.message is salted
+    assert prompt_pb2.Prompt.FromString(serialized.content) == salted
