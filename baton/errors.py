@@ -104,6 +104,12 @@ class StreamDiverged(BatonError):
     reason = "STREAM_DIVERGED"
 
 
+class TokensLost(BatonError):
+    """Some tokens of the answer were lost between a worker and its router: it has a gap. Send the request again."""
+
+    reason = "TOKENS_LOST"
+
+
 class RequestExists(BatonError):
     """A request of this id is running: choose another id."""
 

@@ -12,7 +12,7 @@ from discovery.etcd.config import EtcdConfig
 from discovery.etcd.registry import EtcdRegistry
 from discovery.file.registry import FileRegistry
 from discovery.memory import MemoryRegistry
-from discovery.registry import Registry
+from discovery.registry import DEFAULT_LEASE_SECONDS, Registry
 
 
 class RegistryConfig(EtcdConfig):
@@ -24,7 +24,7 @@ class RegistryConfig(EtcdConfig):
     """
 
     kind: Literal["etcd", "file", "memory"] = "etcd"
-    lease_ttl_seconds: float = Field(default=10.0, ge=1)
+    lease_ttl_seconds: float = Field(default=DEFAULT_LEASE_SECONDS, ge=1)
     outage_grace_seconds: float | None = Field(default=None, ge=0)
     folder: Path | None = None
     poll_seconds: float = Field(default=0.25, ge=0.01)

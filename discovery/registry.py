@@ -14,6 +14,17 @@ from discovery.record import WorkerRecord
 __all__ = ["AllocatedId", "Registration", "Registry", "WorkerRecord"]
 
 
+DEFAULT_LEASE_SECONDS = 10.0
+_ROUTER_LEASE_SECONDS = 4.0
+
+
+def router_lease_seconds(worker_seconds: float) -> float:
+    """A router's lease, where a worker's is so long: until it is over the others have a part of the quotas of which a
+    router that has died is the home.
+    """
+    return min(worker_seconds, _ROUTER_LEASE_SECONDS)
+
+
 class Registration(Protocol):
     """A worker's record, which is kept in the registry."""
 

@@ -4,7 +4,7 @@ import asyncio
 from functools import cached_property, partial
 
 from baton.engine.v1 import decode_pb2, prompt_pb2
-from baton.errors import BatonError, EmbeddingLost
+from baton.errors import BatonError, EmbeddingLost, TokensLost
 from baton.inference.v1 import generate_pb2, timing_pb2
 from discovery.record import KEEPS_STREAMS
 from router.context import RequestContext
@@ -179,6 +179,10 @@ class RequestExecution:
                 attempts = state.attempts = state.retries.attempts("decode")
                 placement = await self._failover.move_on(yielded)
             except (*RETRYABLE, *LEASE_LOST) as error:
+                if state.has_gap:
+                    state.suspect(placement.decode, "decode", error)
+                    worker_id = placement.decode.record.worker_id
+                    raise TokensLost(error.message, stage="decode", worker_id=worker_id) from error
                 if state.completion.finished:
                     # Only the worker's last message is missing, or more came than was asked for.
                     return state.suspect(placement.decode, "decode", error)

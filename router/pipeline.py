@@ -10,7 +10,7 @@ from functools import partial
 from typing import Any, TypeVar
 
 from baton.engine.v1 import prompt_pb2
-from baton.inference.v1 import lora_pb2, timing_pb2
+from baton.inference.v1 import timing_pb2
 from baton_http2.server.reply import Reply
 from router import validation
 from router.admission.controller import AdmissionController
@@ -35,7 +35,7 @@ from router.text.grammar_check import GrammarCheck
 from router.text.media_validation import media_items
 from router.text.served_model import ServedModel
 from router.workers.cluster import Cluster
-from runtime.threads import in_pieces
+from router.workers.serialized_prompt import SerializedPrompt
 
 _MANY_IDS = 16 * 1024  # copying more takes over a millisecond
 
@@ -106,11 +106,15 @@ class Pipeline:
         expected = await _aside(ctx.is_large, request_input.expected_tokens, request, token_ids, model)
         ctx.stats.prompt_tokens = expected
         media = await self._load_media(ctx)
-        prompt = await _aside(len(token_ids) > _MANY_IDS, _prompt, token_ids, ctx.request.routing.cache_salt, lora)
-        if cache is not None:
-            prompt.cache.CopyFrom(cache)
+        prompt = prompt_pb2.Prompt(cache_salt=ctx.request.routing.cache_salt, lora=lora, cache=cache)
+        serialized = None
+        if len(token_ids) > _MANY_IDS:
+            serialized = await asyncio.to_thread(SerializedPrompt.of, token_ids, prompt)
+        else:
+            prompt.token_ids.extend(token_ids)
         multimodal = self.processor.prompt(ctx, model, prompt, media)
         multimodal.token_ids, multimodal.bad_sequences = token_ids, bad_sequences
+        multimodal.serialized = serialized
         return multimodal
 
     async def _prompt_cache(
@@ -191,12 +195,3 @@ async def _aside(is_large: bool, work: Callable[..., Result], *arguments: Any) -
     if is_large:
         return await asyncio.to_thread(work, *arguments)
     return work(*arguments)
-
-
-def _prompt(token_ids: Sequence[int], cache_salt: str, lora: lora_pb2.LoraAdapter | None) -> prompt_pb2.Prompt:
-    if len(token_ids) <= _MANY_IDS:
-        return prompt_pb2.Prompt(token_ids=token_ids, cache_salt=cache_salt, lora=lora)
-    prompt = prompt_pb2.Prompt(cache_salt=cache_salt, lora=lora)
-    for piece in in_pieces(token_ids):
-        prompt.token_ids.extend(piece)
-    return prompt

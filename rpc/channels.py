@@ -20,6 +20,7 @@ from baton.errors import BatonError, Unavailable
 from rpc.auth.tls import TlsConfig
 from rpc.timeouts import BEST_EFFORT_SECONDS, BEST_EFFORT_UNHEALTHY_SECONDS
 from rpc.tracing.span import current_span
+from runtime.clock import perf_counter
 
 
 def open_channel(
@@ -45,7 +46,8 @@ def dialer(tls: TlsConfig | None) -> Dial:
     """Like `open_channel`, with the files read now, so that later calls cannot fail. Raises ConfigError."""
     credentials = None if tls is None else tls.channel_credentials()
     options: dict[str, int | str] = {**dict(CHANNEL_OPTIONS), **(_expected(tls) if tls else {})}
-    return lambda address: _open(address, credentials, options)
+    closing = asyncio.Lock()
+    return lambda address: TracedChannel(connect(address, credentials, options), closing)
 
 
 def _open(address: str, credentials: grpc.ChannelCredentials | None, options: Mapping[str, int | str]) -> aio.Channel:
@@ -101,10 +103,14 @@ class TracedChannel(aio.Channel):
     A call on a channel that is closed raises Unavailable. It is no client interceptor: gRPC runs an intercepted call in
     one more task, and passes each message of its stream through one more generator.
     benchmarks/telemetry/trace_propagation.py measures both.
+
+    Channels with the same `closing` are closed one after the other: for each of them grpc.aio looks at all tasks of the
+    process, and the event loop gets as much time in between.
     """
 
-    def __init__(self, channel: aio.Channel) -> None:
+    def __init__(self, channel: aio.Channel, closing: asyncio.Lock | None = None) -> None:
         self._channel = channel
+        self._closing = closing or asyncio.Lock()
 
     async def __aenter__(self) -> Self:
         return self
@@ -112,11 +118,15 @@ class TracedChannel(aio.Channel):
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        await self._channel.__aexit__(kind, error, trace)
+        await self.close()
 
     async def close(self, grace: float | None = None) -> None:
         """Ends running calls after `grace` seconds."""
-        await self._channel.close(grace)
+        async with self._closing:
+            began = perf_counter()
+            await self._channel.close(grace)
+            if grace is None:
+                await asyncio.sleep(perf_counter() - began)
 
     def get_state(self, try_to_connect: bool = False) -> grpc.ChannelConnectivity:
         """The connection's state now."""

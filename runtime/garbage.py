@@ -9,6 +9,7 @@ import ctypes
 import gc
 import os
 import sys
+from collections import deque
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import Final
@@ -29,6 +30,7 @@ _LEAST_SECONDS: Final = 10.0
 _PAUSE_SECONDS: Final = 0.005
 _MUCH_GROWN_BYTES: Final = 256 * 2**20
 _LOOK_SECONDS: Final = 1.0
+_LASTING_LOOKS: Final = 4  # in which memory must have grown
 # Of a collection, for each object that it looks at; measured by the collections.
 _OBJECT_SECONDS: Final = 1e-7
 _STATM: Final = "/proc/self/statm"
@@ -84,15 +86,19 @@ class FullCollections:
     def __init__(self, clock: Callable[[], float] = monotonic, memory: "Callable[[], int] | None" = None) -> None:
         self._clock = clock
         self._memory = memory or resident_bytes
+        self._recent: deque[int] = deque(maxlen=_LASTING_LOOKS)
         self._left = self._memory()  # the least since the last collection
         self._collected_at = self._tried_at = clock()
         self._object_seconds = _OBJECT_SECONDS
 
     def look(self) -> bool:
         """Collects if it is time to. Returns whether it was."""
-        now, memory = self._clock(), self._memory()
-        self._left = min(self._left, memory)
-        grown = memory - self._left
+        now = self._clock()
+        self._recent.append(self._memory())
+        self._left = min(self._left, self._recent[-1])
+        # What a large message takes while it is read is not there any more at the next looks.
+        has_lasted = len(self._recent) == _LASTING_LOOKS
+        grown = min(self._recent) - self._left if has_lasted else 0
         is_due = grown >= _GROWN_BYTES or now - self._collected_at >= _LONGEST_SECONDS
         if not is_due or now - self._tried_at < _LEAST_SECONDS:
             return False

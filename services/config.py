@@ -153,7 +153,8 @@ class WorkerConfig(Section):
     transport_options: dict[str, dict[str, Any]] = Field(default={}, description="By the transport's name.")
     tls: TlsSection = Field(default=TlsSection(), description="With a `ca` to listen with, callers need certificates.")
     server: ServerKind = Field(default_factory=default_server, description="Our own `http2`, or `grpcio`.")
-    connections: ConnectionLimits = ConnectionLimits()
+    # Twice a router's fields: with a prompt a router sends the blocks of its KV, too.
+    connections: ConnectionLimits = ConnectionLimits(max_message_fields=131_072)
     metrics_listen: str = Field(default="", description="host:port; without a host 127.0.0.1; empty serves none.")
     metrics_tls: TlsConfig | None = None
     drain_seconds: float = Field(default=30.0, ge=0)

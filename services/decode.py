@@ -313,13 +313,13 @@ class Decoder:
                     generation.outlive(slot)
                 with self._decodes.running(work.request_id, work.prompt, generation, call) as decode:
                     if _is_plain(work, call):
-                        source = TimedTokens(decode, clock)
+                        source = TimedTokens(decode, clock, len(work.prompt.emitted))
                         await send(source)
                         yield _end(decode, source.finished, clock, source.generated)
                         return
                     generated = len(work.prompt.emitted)
                     async for event in generation:
-                        timed = clock.observe(event)
+                        timed = clock.observe(event, generated)
                         if not isinstance(timed, Tokens):
                             decode.ended(timed)
                             yield _end(decode, timed, clock, generated - len(work.prompt.emitted))
@@ -363,12 +363,13 @@ class Decoder:
 class TimedTokens:
     """The TokenSource of a generation, whose tokens are timed and counted. `finished` is set at their end."""
 
-    __slots__ = ("_clock", "_decode", "_generation", "finished", "generated")
+    __slots__ = ("_clock", "_decode", "_emitted", "_generation", "finished", "generated")
 
     finished: Finished
 
-    def __init__(self, decode: RunningDecode, clock: DecodeClock) -> None:
+    def __init__(self, decode: RunningDecode, clock: DecodeClock, emitted: int) -> None:
         self.generated = 0
+        self._emitted = emitted
         self._generation = decode.generation
         self._decode = decode
         self._clock = clock
@@ -387,7 +388,7 @@ class TimedTokens:
         if end is None:
             return ids, False
         metrics.GENERATED_TOKENS.inc(self.generated)
-        self.finished = self._clock.completed(end)
+        self.finished = self._clock.completed(end, self._emitted + self.generated)
         self._decode.ended(end)
         return ids, True
 

@@ -31,6 +31,8 @@ from runtime.clock import monotonic
 Response = TypeVar("Response")
 
 _CREATE = 1  # etcd's Compare.CompareTarget
+# Of one response: however large they are, it is not over the limit of a message. etcd takes 1.5 MiB of a key.
+_PAGE_KEYS = 32
 
 
 class LeaseLost(BatonError):
@@ -152,12 +154,18 @@ class EtcdClient:
         await self._endpoints.close()
 
     async def list_range(self, first: bytes, end: bytes) -> Listing:
-        """All keys in [first, end), as the majority of members has them."""
-        request = kv_pb2.RangeRequest(key=first, range_end=end)
-        response = await self._on_any_member(
-            lambda at, metadata: RANGE.call(at.channel, request, metadata, self._limit)
-        )
-        return Listing(response.header.cluster_id, response.header.revision, tuple(response.kvs))
+        """All keys in [first, end), as the majority of members had them when the first one was read."""
+        response = await self._range(kv_pb2.RangeRequest(key=first, range_end=end, limit=_PAGE_KEYS))
+        header, entries = response.header, list(response.kvs)
+        while response.more:
+            after, at = entries[-1].key + b"\0", header.revision
+            request = kv_pb2.RangeRequest(key=after, range_end=end, limit=_PAGE_KEYS, revision=at)
+            response = await self._range(request)
+            entries += response.kvs
+        return Listing(header.cluster_id, header.revision, tuple(entries))
+
+    async def _range(self, request: kv_pb2.RangeRequest) -> kv_pb2.RangeResponse:
+        return await self._on_any_member(lambda at, metadata: RANGE.call(at.channel, request, metadata, self._limit))
 
     async def get(self, key: bytes) -> kv_pb2.KeyValue | None:
         """The entry of one key, or None if there is none."""

@@ -12,11 +12,8 @@ from discovery.etcd.config import EtcdConfig
 from discovery.etcd.registration import EtcdAllocatedId, EtcdRegistration, epoch_in
 from discovery.etcd.watch import WorkerWatch
 from discovery.record import WorkerRecord, epoch_after
-from discovery.registry import WorkerKeys
+from discovery.registry import DEFAULT_LEASE_SECONDS, WorkerKeys, router_lease_seconds
 from discovery.renewal import renewed
-
-# Shorter than a worker's: until it is over the others have a part of the quotas whose home has died.
-ROUTER_LEASE_SECONDS = 4.0
 
 
 class EtcdRegistry:
@@ -30,7 +27,7 @@ class EtcdRegistry:
         self,
         config: EtcdConfig,
         namespace: str,
-        lease_ttl_seconds: float = 10.0,
+        lease_ttl_seconds: float = DEFAULT_LEASE_SECONDS,
         outage_grace_seconds: float | None = None,
     ) -> None:
         self._keys = WorkerKeys(namespace)
@@ -44,7 +41,7 @@ class EtcdRegistry:
         """The registry of routers (`Registry.routers`), over the same connection."""
         registry = copy(self)
         registry._keys = WorkerKeys(self._keys.namespace, "routers")
-        registry._lease_ttl_seconds = min(self._lease_ttl_seconds, ROUTER_LEASE_SECONDS)
+        registry._lease_ttl_seconds = router_lease_seconds(self._lease_ttl_seconds)
         return registry
 
     async def __aenter__(self) -> Self:

@@ -12,7 +12,7 @@ from discovery.file.folder import SharedFolder
 from discovery.file.registration import FileAllocatedId, FileRegistration, worker_and_epoch
 from discovery.file.watch import FolderWatch
 from discovery.record import WorkerRecord, epoch_after
-from discovery.registry import WorkerKeys
+from discovery.registry import DEFAULT_LEASE_SECONDS, WorkerKeys, router_lease_seconds
 from discovery.renewal import renewed
 
 
@@ -29,7 +29,7 @@ class FileRegistry:
         self,
         folder: Path,
         namespace: str,
-        lease_ttl_seconds: float = 10.0,
+        lease_ttl_seconds: float = DEFAULT_LEASE_SECONDS,
         outage_grace_seconds: float | None = None,
         *,
         poll_seconds: float = 0.25,
@@ -50,6 +50,9 @@ class FileRegistry:
         registry = copy(self)
         registry._keys = WorkerKeys(self._keys.namespace, "routers")
         registry._workers = self._folder.path(registry._keys.prefix)
+        # A longer lease than by default is for a file system that shows changes late.
+        if self._ttl_seconds <= DEFAULT_LEASE_SECONDS:
+            registry._ttl_seconds = router_lease_seconds(self._ttl_seconds)
         return registry
 
     async def __aenter__(self) -> Self:

@@ -194,6 +194,8 @@ class SharedPlaces:
                 self._held = self._usable = min(ask.held, max(running, queue.running))
                 self._ask_at = self._clock() + BUSY_SECONDS
         if loan is None or loan.not_home:
+            # Its part of the places may be free by now: nothing else may wake what waits for them.
+            queue.update()
             return
         self._take(queue, loan)
 

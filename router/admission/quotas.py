@@ -35,6 +35,7 @@ _WHY = {
     peer_pb2.QUOTA_KIND_REQUESTS: "the rate of requests is exceeded",
     peer_pb2.QUOTA_KIND_CONCURRENT: "as many requests are running as may",
 }
+_LONGEST_RETRY_SECONDS = 3600.0  # whatever a home says
 _NO_QUOTA = QuotaConfig()
 _GRANTED = peer_pb2.QuotaLoan(granted=True)
 _UNLIMITED: AbstractAsyncContextManager[None] = nullcontext()
@@ -277,7 +278,8 @@ class Quotas:
         if loan.granted:
             return
         why = _WHY.get(loan.exceeded, f"the rate of tokens is exceeded by a prompt of {need.tokens}")
-        raise _exceeded(tenant.name, why, max(0.001, loan.retry_after.ToNanoseconds() / 1e9))
+        seconds = loan.retry_after.ToNanoseconds() / 1e9
+        raise _exceeded(tenant.name, why, min(_LONGEST_RETRY_SECONDS, max(0.001, seconds)))
 
     def _note_demand(self, tenant: TenantQuota, need: QuotaNeed) -> None:
         now, demand = self._clock(), tenant.demand

@@ -55,7 +55,7 @@ class Failover:
                 return state.follow(Placement(found))
         attempts.allow(error, has_tokens=bool(state.completion.token_ids))
         if isinstance(error, EmbeddingLost):
-            state.prompt.invalidate()
+            state.prompt.invalidate(has_tokens=bool(state.completion.token_ids))
         if isinstance(error, RETRYABLE) or (isinstance(error, LayoutMismatch) and not state.held):
             attempts.exclude(placement.decode.record.process)
         await state.release_handoff()

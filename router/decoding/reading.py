@@ -67,6 +67,7 @@ class DecodeReading:
                     state.held = state.destination = None
                     call.timing.report(response.accepted.timings)
                 case "finished":
+                    self._check_count(response.finished.num_tokens)
                     timer.finished(response.finished.timings, len(state.completion.token_ids))
                     call.timing.report(response.finished.timings)
                     if not state.completion.token_ids:
@@ -91,6 +92,16 @@ class DecodeReading:
         if not has_ended and not state.ends_here:
             raise Unavailable("the decode stream ended before its last message")
 
+    def _check_count(self, num_tokens: int) -> None:
+        """Raises InvalidReply if the worker has given another number of ids than have come: where the gap is, or what
+        came twice, is not known. Workers of a version before do not say how many.
+        """
+        state = self._state
+        found = len(state.completion.token_ids)
+        if num_tokens and num_tokens != found:
+            state.has_gap = True
+            raise InvalidReply(f"{found} of the answer's {num_tokens} tokens have come")
+
     def _found_cached(self, usage: handoff_pb2.PromptUsage) -> None:
         """Notes what a decode worker had in its caches; a later one has the KV that another computed there."""
         state = self._state
@@ -105,6 +116,7 @@ class DecodeReading:
     def _end_of_yielded(self, decode: ReadDecode, end: decode_pb2.DecodeYielded) -> None:
         """Takes over the KV of a decode that goes on elsewhere. Raises InvalidReply."""
         state = self._state
+        self._check_count(end.num_tokens)
         record, ids = decode.worker.record, state.completion.token_ids
         # Of a kept decode another router may have asked.
         if state.yielded is not None and decode.target is None and decode.calls.reader <= 1:

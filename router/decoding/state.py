@@ -62,7 +62,7 @@ class ExecutionState(Waiting):
         self.completion = completion
         self.stream = stream
         self.meter = TokenMeter(ctx.stats, ctx.timings, executor.metrics.latencies(ctx.stats), completion.token_ids)
-        self.calls = WorkerCalls(ctx, prompt.model, completion.sampling)
+        self.calls = WorkerCalls(ctx, prompt.model, completion.sampling, prompt.serialized)
         self.routing_request = RoutingRequest(
             prompt.model,
             prompt.without_embeddings,
@@ -78,6 +78,7 @@ class ExecutionState(Waiting):
         self.attempts: Attempts | None = None  # at the present stage
         self.suspects: Suspects | None = None  # once a worker has given a reply that it may not give
         self.yielded: Yielded | None = None  # by the last decode, until the next one has given a token
+        self.has_gap = False  # tokens of the answer were lost: what its client has cannot be continued
         self.has_moved = False  # a decode that knew what was cached of the prompt has yielded
         self.held: HeldHandoff | None = None
         # Of engines that allocate first: until their decode has accepted it.

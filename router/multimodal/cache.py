@@ -122,9 +122,8 @@ class EmbeddingRef:
         return leased
 
     def invalidate(self) -> None:
-        """Removes a leased embedding from the cache, because a worker could not read it. Does not close."""
-        if self._entry.lease is not None:
-            self._cache.evict(self.key, self._entry, "lost")
+        """Removes the embedding from the cache, because a worker could not read it. Does not close."""
+        self._cache.evict(self.key, self._entry, "lost")
 
     def close(self) -> None:
         """Gives up the reference. Idempotent."""

@@ -1,11 +1,12 @@
 """Turns media into embeddings: from the cache, or by Encode calls to workers."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
 from baton.calls import unary
 from baton.engine.v1 import encode_pb2, encode_pb2_grpc
-from baton.errors import FieldViolation, InvalidRequest
+from baton.errors import FieldViolation, InvalidRequest, NoWorker
 from baton.inference.v1 import media_pb2
 from media.content import CheckedMedia
 from router.context import RequestContext
@@ -41,20 +42,37 @@ class Embedder:
         """The encoder version for all media of a request; see Encoders.choose."""
         return self.encoders.choose(model)
 
-    async def embed(self, ctx: RequestContext, loaded: LoadedMedia, encoder: EncoderVersion) -> EmbeddingRef:
-        """The embedding, for the caller to close. Raises NoWorker, or the error of the last attempt."""
+    async def embed(
+        self, ctx: RequestContext, loaded: LoadedMedia, encoder: EncoderVersion, avoided: frozenset[str]
+    ) -> EmbeddingRef:
+        """The embedding, for the caller to close, of none of the processes `avoided` if another one can make it.
+
+        Raises NoWorker, or the error of the last attempt.
+        """
         key = EmbeddingKey(loaded.media.digest, encoder, ctx.request.routing.cache_salt)
-        encode = partial(self._encode, ctx, loaded.media, encoder)
+        encode = partial(self._encode, ctx, loaded.media, encoder, avoided)
         try:
             return await self.cache.acquire(key, encode, ctx.cancellation)
         except InvalidRequest as error:
             raise renamed(error, partial(_in_client_request, loaded.path)) from error
 
     async def _encode(
-        self, ctx: RequestContext, media: CheckedMedia, encoder: EncoderVersion, inflight: InflightEncode
+        self,
+        ctx: RequestContext,
+        media: CheckedMedia,
+        encoder: EncoderVersion,
+        avoided: frozenset[str],
+        inflight: InflightEncode,
     ) -> Encoded:
         """Encodes on the least loaded worker, or on others if it fails."""
-        return await call_with_retries(ctx, self._retries, _EncodeCall(self, ctx, media, encoder, inflight))
+        place = partial(self._place, encoder, avoided)
+        return await call_with_retries(ctx, self._retries, _EncodeCall(self, ctx, media, place, inflight))
+
+    def _place(self, encoder: EncoderVersion, avoided: frozenset[str], tried: frozenset[str]) -> WorkerHandle:
+        try:
+            return self.encoders.place(encoder, tried | avoided)
+        except NoWorker:
+            return self.encoders.place(encoder, tried)
 
 
 class _EncodeCall(RoleCall[Encoded]):
@@ -68,24 +86,24 @@ class _EncodeCall(RoleCall[Encoded]):
         embedder: Embedder,
         ctx: RequestContext,
         media: CheckedMedia,
-        encoder: EncoderVersion,
+        place: Callable[[frozenset[str]], WorkerHandle],
         inflight: InflightEncode,
     ) -> None:
         self._embedder = embedder
         self._ctx = ctx
         self._media = media
-        self._encoder = encoder
+        self._place = place
         self._inflight = inflight
 
     def place(self, tried: frozenset[str]) -> WorkerHandle:
-        return self._embedder.encoders.place(self._encoder, tried)
+        return self._place(tried)
 
     def begin(self, worker: WorkerHandle) -> str:
         self._inflight.set_worker(worker, f"{self._ctx.call_id}/{token_hex(4)}")
         return self._inflight.call_id
 
     async def run(self, worker: WorkerHandle, seconds: float, metadata: Metadata) -> Encoded:
-        request = _encode_request(self._inflight.call_id, self._encoder.model, self._media)
+        request = _encode_request(self._inflight.call_id, worker.record.model, self._media)
         stub = worker.stub(encode_pb2_grpc.EncodeServiceStub)
         response = await unary(stub.Encode(request, timeout=seconds, metadata=metadata))
         return Encoded(check_embedding(response, worker), worker)

@@ -20,6 +20,7 @@ from router.multimodal.encode import Embedder, LoadedMedia
 from router.placement.encoders import EncoderVersion
 from router.text.parsing.registry import AnswerParser
 from router.text.served_model import ServedModel
+from router.workers.serialized_prompt import SerializedPrompt
 from runtime.aio import gather_or_cancel
 
 
@@ -67,11 +68,14 @@ class MultimodalPrompt:
         self.token_ids: Sequence[int] = ()
         # The ids of the request's bad words.
         self.bad_sequences: Sequence[Sequence[int]] = ()
+        # The prompt as it is sent, of a long one without media.
+        self.serialized: SerializedPrompt | None = None
         self._placeholder = model.images.placeholder_token_id if model.images else 0
         self._media = media
         self._embedder = embedder
         self._encoder = embedder.choose_encoder(model.name) if media else EncoderVersion(model.name, "", "")
         self._embeddings: dict[int, EmbeddingRef] = {}
+        self._avoided: frozenset[str] = frozenset()  # the processes of workers whose embeddings could not be read
 
     def __enter__(self) -> Self:
         return self
@@ -83,7 +87,7 @@ class MultimodalPrompt:
         """The same prompt for another answer, which holds its own embeddings."""
         prompt = MultimodalPrompt(ctx, model, self._original, self._media, self._embedder)
         if self._prompt is self._original:
-            prompt.token_ids = self.token_ids
+            prompt.token_ids, prompt.serialized = self.token_ids, self.serialized
         prompt.bad_sequences = self.bad_sequences
         return prompt
 
@@ -136,14 +140,21 @@ class MultimodalPrompt:
             ref.close()
         self._embeddings.clear()
 
-    def invalidate(self) -> None:
-        """Releases the embeddings, and removes leased ones from the cache: a worker could not read one of them."""
+    def invalidate(self, *, has_tokens: bool = False) -> None:
+        """Releases the embeddings, and removes them from the cache: a worker could not read one of them.
+
+        Rather other workers encode them again. Unless the answer has begun they may differ from the first ones.
+        """
         for ref in self._embeddings.values():
             ref.invalidate()
+            self._avoided |= {ref.encoded.worker.record.process}
         self.release()
+        if not has_tokens:
+            self._prompt = self._original
 
     async def _embed(self, index: int) -> None:
-        self._embeddings[index] = await self._embedder.embed(self._ctx, self._media[index], self._encoder)
+        media = self._media[index]
+        self._embeddings[index] = await self._embedder.embed(self._ctx, media, self._encoder, self._avoided)
 
     def _record(self, refs: Sequence[EmbeddingRef]) -> None:
         stats = self._ctx.stats
@@ -165,7 +176,7 @@ class MultimodalPrompt:
             prompt_pb2.MediaSpan(start=start, num_tokens=ref.num_tokens, digest=digest)
             for start, ref, digest in zip(expanded.starts, refs, digests, strict=True)
         ]
-        self.token_ids = expanded.token_ids
+        self.token_ids, self.serialized = expanded.token_ids, None
         self._prompt = prompt_pb2.Prompt(
             token_ids=expanded.token_ids, cache_salt=self._prompt.cache_salt, media=spans, lora=_lora(self._prompt)
         )

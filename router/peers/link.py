@@ -2,7 +2,7 @@
 
 import asyncio
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import islice
 from typing import Any, TypeAlias, TypeVar
 
@@ -12,6 +12,7 @@ from grpc import aio
 from baton.calls import unary
 from baton.engine.v1 import peer_pb2, peer_pb2_grpc
 from baton.errors import BatonError, InvalidReply, Unavailable
+from baton.inference.v1 import cluster_service_pb2
 from discovery.registry import WorkerRecord
 from router.peers.quorum import Quorum
 from rpc.channels import Dial
@@ -21,6 +22,7 @@ from runtime.clock import monotonic
 log = structlog.get_logger(__name__)
 
 MOST_ASKS = 1024  # of each kind, in one call
+LONGEST_TENANT = 128  # characters of a name
 MOST_NUMBER = 2.0**50  # above which no number is believed
 _RECORDS_SECONDS = 3.0  # to find records: more than a router needs to make those of requests that have just ended
 _PAUSE_SECONDS = 0.5  # after a call that failed, in which none is tried
@@ -89,7 +91,9 @@ class PeerLink:
     async def list_tenants(self) -> peer_pb2.ListOwnTenantsResponse:
         """The tenants of that router alone. Raises a BatonError."""
         request = peer_pb2.ListOwnTenantsRequest()
-        return await unary(self._stub().ListOwnTenants(request, timeout=2 * self._timeout_seconds))
+        response = await unary(self._stub().ListOwnTenants(request, timeout=2 * self._timeout_seconds))
+        check_tenants(response.tenants)
+        return response
 
     async def find_records(self, request: peer_pb2.FindRecordsRequest) -> peer_pb2.FindRecordsResponse:
         """The records that that router alone has. Raises a BatonError."""
@@ -156,6 +160,8 @@ def check_response(response: peer_pb2.LendResponse, quotas: int, places: int) ->
     if not all(0 <= number <= MOST_NUMBER for number in numbers):
         raise InvalidReply("a router lent what is no number of requests or tokens")
     for loan in response.places:
+        if len(loan.counters) > MOST_ASKS:
+            raise InvalidReply("a router told more counters than it was asked for")
         if not are_counters(loan.counters.values()):
             raise InvalidReply("a router told counters that are no numbers")
 
@@ -166,6 +172,15 @@ def check_promise(promise: peer_pb2.PromiseResponse) -> None:
         raise InvalidReply(f"a router told more than {MOST_ASKS} routers")
     if not all(0 <= number <= MOST_NUMBER for number in (promise.seconds, promise.joins_seconds, promise.age_seconds)):
         raise InvalidReply("a router promised for what is no time")
+
+
+def check_tenants(tenants: Sequence[cluster_service_pb2.TenantUsage]) -> None:
+    """Raises InvalidReply for what no router tells of its tenants."""
+    for one in tenants:
+        if len(one.tenant) > LONGEST_TENANT:
+            raise InvalidReply(f"a router told of a tenant whose name has {len(one.tenant)} characters")
+        if not are_counters((one.recent_work, one.requests_left, one.tokens_left)):
+            raise InvalidReply("a router told of a tenant what is no number of requests or tokens")
 
 
 def are_counters(numbers: Iterable[float]) -> bool:

@@ -1,5 +1,6 @@
 """The registered routers of a namespace, and which of them is the home of a key."""
 
+import asyncio
 import math
 from collections import deque
 from collections.abc import Callable, Iterable
@@ -16,7 +17,7 @@ from router.peers.link import PeerLink
 from router.peers.quorum import Quorum, score
 from router.routing.latency import Clock
 from router.telemetry import metrics
-from runtime.clock import monotonic
+from runtime.clock import monotonic, perf_counter
 
 log = structlog.get_logger(__name__)
 
@@ -27,6 +28,8 @@ QUOTAS = "quotas"
 
 _LOOPBACK = ("127.0.0.1", "localhost", "::1")
 _MOST_HOMES = 20_000  # that are remembered
+_MOST_ROUTERS = 1024  # of more records those that are known, and the first others
+_RESTS = 9  # times as long as an update takes
 _MOST_VIEWS = 64  # the latest, by which it is known since when this router is a home
 
 
@@ -75,11 +78,16 @@ class RegisteredPeers:
         """Follows the registry of routers, until cancelled."""
         async with aclosing(registry.watch()) as views:
             async for records in views:
+                began = perf_counter()
                 self.update(records)
+                # Meanwhile the views of a flood of records become one.
+                await asyncio.sleep(_RESTS * (perf_counter() - began))
 
     def update(self, records: Iterable[WorkerRecord]) -> None:
         """Takes a view of the registry."""
-        others = {one.worker_id: one for one in records if self._reaches(one)}
+        known = {self.own.worker_id, *self._links}
+        reached = sorted((one for one in records if self._reaches(one)), key=lambda one: one.worker_id not in known)
+        others = {one.worker_id: one for one in reached[:_MOST_ROUTERS]}
         is_registered = others.pop(self.own.worker_id, None) is not None
         homes = {name for name, record in others.items() if RECORDS_ONLY not in record.capabilities}
         # While the others do not know of it, this router is no home: they would choose another one.

@@ -17,7 +17,7 @@ from discovery.registry import Registry
 from router.admission.controller import AdmissionController
 from router.admission.ledger import THIS_ROUTER
 from router.config import RouterConfig
-from router.peers.link import MOST_ASKS, MOST_NUMBER, PeerLink, are_counters
+from router.peers.link import LONGEST_TENANT, MOST_ASKS, MOST_NUMBER, PeerLink, are_counters
 from router.peers.membership import QUOTAS, RECORDS_ONLY, RegisteredPeers
 from router.peers.quorum import Quorum
 from router.peers.tenants import own_tenants
@@ -37,7 +37,6 @@ Context = aio.ServicerContext[Any, Any]
 FindRecords: TypeAlias = Callable[[peer_pb2.FindRecordsRequest], Awaitable[peer_pb2.FindRecordsResponse]]
 
 _LONGEST_NAME = 256
-_LONGEST_TENANT = 128
 _VIEW_SECONDS = 3.0  # for the first view of the registry
 _NOT_HOME = peer_pb2.QuotaLoan(not_home=True)
 
@@ -91,7 +90,7 @@ def check(request: peer_pb2.LendRequest) -> None:
         if count > MOST_ASKS:
             raise InvalidRequest.of(field, f"has {count} of at most {MOST_ASKS}")
     for index, ask in enumerate(request.quotas):
-        _check_name(f"quotas[{index}].tenant", ask.tenant, _LONGEST_TENANT)
+        _check_name(f"quotas[{index}].tenant", ask.tenant, LONGEST_TENANT)
         _check_numbers(
             f"quotas[{index}]",
             (

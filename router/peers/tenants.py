@@ -11,6 +11,7 @@ from router.peers.link import PeerLink
 
 _Usage = cluster_service_pb2.TenantUsage
 _MOST_TENANTS = 1000
+_MOST_REQUESTS = 2**32 - 1  # that a message can tell
 
 
 def own_tenants(admission: AdmissionController) -> list[_Usage]:
@@ -62,8 +63,8 @@ def _add(found: dict[str, _Usage], more: _Usage) -> None:
     if usage is None:
         found[more.tenant] = more
         return
-    usage.running += more.running
-    usage.waiting += more.waiting
+    usage.running = min(_MOST_REQUESTS, usage.running + more.running)
+    usage.waiting = min(_MOST_REQUESTS, usage.waiting + more.waiting)
     usage.recent_work += more.recent_work
     if more.longest_wait.ToNanoseconds() > usage.longest_wait.ToNanoseconds():
         usage.longest_wait.CopyFrom(more.longest_wait)

@@ -172,6 +172,7 @@ async def find_everywhere(
     asked = peer_pb2.FindRecordsRequest(request_id=request_id, tenant=None if is_operator else tenant)
     here, *others = await asyncio.gather(find_here(asked, recorder), *(_ask(link, asked) for link in links))
     found = [record for answer in (here, *others) if answer is not None for record in answer.records]
+    found = [one for one in found if one.request_id == request_id and (is_operator or one.tenant == tenant)]
     if not found and None in others:
         raise Unavailable(f"no record of {request_id!r} was found, and {others.count(None)} routers did not answer")
     if not found:

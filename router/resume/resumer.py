@@ -152,14 +152,15 @@ class Resumer:
     def _context(self, request: ResumeRequest, answers: Sequence[Answer], timings: Timings) -> RequestContext:
         """The context of answers that run on their workers."""
         first = first_adopted(answers)
-        record, attached = first.record, first.decode.attached
+        record = first.record
         is_partly_lost = any(isinstance(one, Lost) for one in answers)
         asked = record.request
         if record.answers > 1:
             asked.sampling.n = record.answers
         seconds = self._remaining(request)
-        if attached.HasField("remaining"):
-            seconds = min(seconds, attached.remaining.ToNanoseconds() / 1e9)
+        for each in (one.decode.attached for one in answers if isinstance(one, Adopted)):
+            if each.HasField("remaining") and not each.is_over:
+                seconds = min(seconds, each.remaining.ToNanoseconds() / 1e9)
         stats = RequestStats(record.request_id, timings)
         kept = record.started.resumption.keep.ToNanoseconds() / 1e9
         notes = self._contexts.begin_notes(request.call.invocation_metadata())

@@ -32,6 +32,7 @@ from router.workers.cancellation import abort_unanswered
 from router.workers.destinations import Destination, DestinationLost, prefix_source
 from router.workers.handle import WorkerHandle
 from router.workers.replies import of_worker
+from router.workers.serialized_prompt import SerializedPrompt
 from router.workers.spans import prefill_attributes, worker_attributes
 from router.workers.watching.waiting_calls import Waiting
 from rpc.channels import best_effort
@@ -74,8 +75,16 @@ class AdoptedDecode:
 class WorkerCalls:
     """Calls workers for one request. Leaving or cancelling a call stops it on the worker."""
 
-    def __init__(self, ctx: RequestContext, model: str, sampling: prompt_pb2.Sampling) -> None:
+    def __init__(
+        self,
+        ctx: RequestContext,
+        model: str,
+        sampling: prompt_pb2.Sampling,
+        serialized: SerializedPrompt | None = None,
+    ) -> None:
+        """`serialized` are the bytes of a long prompt."""
         self._ctx = ctx
+        self._serialized = serialized
         self._model = model
         self._sampling = sampling
         self._prefills = self._decodes = 0
@@ -95,7 +104,6 @@ class WorkerCalls:
         request = decode_pb2.AllocateRequest(
             request_id=self._ctx.call_id,
             model=self._model,
-            prompt=prompt,
             sampling=self._sampling,
             data_parallel_rank=placement.decode_rank,
             prefill_address=prefill.record.address,
@@ -103,7 +111,8 @@ class WorkerCalls:
         seconds, metadata = self._ctx.deadline.remaining_seconds, self._metadata(1)
         try:
             with _Calling(self._ctx, timing_pb2.STAGE_HANDOFF_WAIT, "allocate", worker, 0):
-                call: Any = worker.decode.Allocate(request, timeout=seconds, metadata=metadata)
+                asked = self._with_prompt(request, prompt)
+                call: Any = worker.decode.Allocate(asked, timeout=seconds, metadata=metadata)
                 response = await answer_of(unary(call), worker, self._ctx.call_id, waiting)
         except DeadlineExceeded:
             raise
@@ -121,7 +130,6 @@ class WorkerCalls:
         request = decode_pb2.PrefetchRequest(
             request_id=self._ctx.call_id,
             model=self._model,
-            prompt=prompt,
             prefill_worker_id=prefill.record.worker_id,
             prefill_epoch=prefill.record.epoch,
             prefill_address=prefill.record.address,
@@ -133,7 +141,8 @@ class WorkerCalls:
             stage_span("prefetch", worker_attributes(worker), kind=SpanKind.CLIENT) as span,
             optional_attempt(),
         ):
-            response = await unary(worker.decode.Prefetch(request, timeout=seconds, metadata=metadata))
+            asked = self._with_prompt(request, prompt)
+            response = await unary(worker.decode.Prefetch(asked, timeout=seconds, metadata=metadata))
             span.set({"baton.handoff.early_bytes": response.num_bytes})
 
     async def prefill(
@@ -163,14 +172,14 @@ class WorkerCalls:
                 prefix_source=prefix_source(placement, worker),
             )
             # Messages as arguments are copied in twice the time.
-            request.prompt.CopyFrom(prompt)
             request.sampling.CopyFrom(self._sampling)
+            asked = self._with_prompt(request, prompt)
             self._prefills += 1
             seconds, metadata = self._ctx.deadline.remaining_seconds, self._metadata(self._prefills)
             is_done = False
             work = prompts.begin(tokens)
             try:
-                call: Any = worker.prefill.Prefill(request, timeout=seconds, metadata=metadata)
+                call: Any = worker.prefill.Prefill(asked, timeout=seconds, metadata=metadata)
                 try:
                     sent()
                 except BaseException:
@@ -214,7 +223,6 @@ class WorkerCalls:
                 destination_id=destination.message.destination_id if destination else "",
                 prefix_source=None if handoff else prefix_source(placement, worker),
             )
-            request.prompt.CopyFrom(prompt)
             request.sampling.CopyFrom(self._sampling)
             if handoff:
                 request.handoff.CopyFrom(handoff)
@@ -226,13 +234,21 @@ class WorkerCalls:
                 request.keep.hop, self._attachment = self._decodes, 1
                 self.reader = 1
             seconds, metadata = self._ctx.deadline.remaining_seconds, self._metadata(self._decodes)
-            call: Any = worker.decode.Decode(request, timeout=seconds, metadata=metadata)
+            asked = self._with_prompt(request, prompt)
+            call: Any = worker.decode.Decode(asked, timeout=seconds, metadata=metadata)
             with worker.calls.interruptible(waiting):
                 try:
                     await read(DecodeCall(call, calling.timing))
                 finally:
                     await call.aclose()
             self._computed_by = calling.span.context
+
+    def _with_prompt(self, request: Any, prompt: prompt_pb2.Prompt) -> Any:
+        """The request with its prompt, or its bytes where the prompt's are known."""
+        if self._serialized is not None and self._serialized.message is prompt:
+            return self._serialized.within(request, "prompt")
+        request.prompt.CopyFrom(prompt)
+        return request
 
     def keep_next(self, keep: decode_pb2.StreamKeep | None) -> None:
         """Lets the next decode go on without this router; without `keep` it does not."""

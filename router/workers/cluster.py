@@ -1,8 +1,9 @@
 """The registered workers as requests and operators see them, and the models that they serve."""
 
 import asyncio
+import math
 from collections import Counter
-from collections.abc import AsyncGenerator, Iterable, Iterator, Sequence
+from collections.abc import AsyncGenerator, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, aclosing, asynccontextmanager
 from functools import partial
 
@@ -18,7 +19,7 @@ from baton.errors import (
 )
 from baton.inference.v1 import generate_pb2, lora_pb2
 from discovery.membership import Latest
-from discovery.pairing import partly_unpaired, unpaired
+from discovery.pairing import Unpaired, partly_unpaired, unpaired
 from discovery.record import Domain
 from discovery.registry import Registry, WorkerRecord
 from engine_protocol.multiplex.peer_stream import StreamDialer
@@ -31,9 +32,15 @@ from router.workers.loras import SEPARATOR, find_lora, has_lora, split_name
 from router.workers.members import Members
 from rpc.channels import Dial
 from runtime.aio import TaskGroup
+from runtime.clock import monotonic, perf_counter
 from runtime.lasting import lasting
 
 log = structlog.get_logger(__name__)
+
+# In large fleets what follows from a change takes milliseconds: that rests for so many times as long after each time.
+_RESTS = 9
+# The pairs of more workers are looked for in a thread.
+_PAIRED_AT_ONCE = 64
 
 
 class Cluster:
@@ -54,8 +61,13 @@ class Cluster:
             return connect(record, dial, probe, load_card, self._refresh, stream_dialer)
 
         self._within = handoff_within
+        self._group = group
         self._members = Members(group, connected, self._refresh)
         self._models: dict[str, ServedModel] = {}
+        self._unpaired: Mapping[str, Unpaired] = {}  # by process
+        self._pairing: asyncio.Task[None] | None = None
+        self._refreshes_at = -math.inf
+        self._refreshing: asyncio.TimerHandle | None = None
         self._ready: Latest[bool] = Latest()
         self._changed = asyncio.Event()
         self._version = 0
@@ -147,18 +159,39 @@ class Cluster:
     def close(self) -> None:
         """Stops watching all workers."""
         self._members.close()
+        if self._refreshing is not None:
+            self._refreshing.cancel()
 
     async def _follow(self, registry: Registry) -> None:
         async with aclosing(registry.watch()) as views:
             async for records in views:
-                self._members.update(records)
+                began = perf_counter()
+                self._update(records)
+                # Meanwhile the views of a flood of records become one.
+                await asyncio.sleep(_RESTS * (perf_counter() - began))
+
+    def _update(self, records: Sequence[WorkerRecord]) -> None:
+        self._members.update(records)
+        self._find_pairs()
+        self._refresh()
 
     def _refresh(self) -> None:
-        """Updates everything that depends on the records or on a worker's health."""
+        """Updates everything that depends on the records or on a worker's health, a little after a large update."""
         self._version += 1
+        seconds = self._refreshes_at - monotonic()
+        if seconds <= 0:
+            self._refresh_now()
+        elif self._refreshing is None:
+            self._refreshing = asyncio.get_running_loop().call_later(seconds, self._refresh_now)
+
+    def _refresh_now(self) -> None:
+        if self._refreshing is not None:
+            self._refreshing.cancel()
+            self._refreshing = None
+        began = perf_counter()
         self._members.adopt_records()
-        # The cards of decode workers win: every generation ends on one.
-        for worker in sorted(self.workers, key=lambda worker: "decode" in worker.record.roles):
+        # The cards of decode workers win: every generation ends on one. Requests that fit only some go to those.
+        for worker in sorted(self.workers, key=_weight):
             if worker.model:
                 self._models[worker.record.model] = worker.model
         self._record_unpaired()
@@ -167,12 +200,27 @@ class Cluster:
         # Wakes the present waiters; later ones wait for the next change.
         self._changed.set()
         self._changed = asyncio.Event()
+        self._refreshes_at = monotonic() + _RESTS * (perf_counter() - began)
+
+    def _find_pairs(self) -> None:
+        """Finds the workers that fit no other for a handoff, after the records have changed."""
+        records = self._members.records
+        if self._pairing is not None:
+            self._pairing.cancel()
+            self._pairing = None
+        if len(records) <= _PAIRED_AT_ONCE:
+            self._unpaired = unpaired(records, self._within)
+        else:
+            self._pairing = self._group.create_task(self._find_pairs_aside(records))
+
+    async def _find_pairs_aside(self, records: Sequence[WorkerRecord]) -> None:
+        self._unpaired = await asyncio.to_thread(unpaired, records, self._within)
+        self._refresh()
 
     def _record_unpaired(self) -> None:
         """Warns once of each worker that fits no other for a handoff: its requests would silently run on one worker."""
-        problems = unpaired(self._members.records, self._within)
         for worker in self.workers:
-            found = problems.get(worker.record.process)
+            found = self._unpaired.get(worker.record.process)
             problem = found.problem if found else ""
             if found and problem != worker.unpaired:
                 worker_id = worker.record.worker_id
@@ -213,6 +261,11 @@ async def watch_cluster(
         finally:
             following.cancel()
             cluster.close()
+
+
+def _weight(worker: WorkerHandle) -> tuple[bool, int]:
+    """By which the last worker's card is that of a model."""
+    return "decode" in worker.record.roles, worker.model.limits.max_context_tokens if worker.model else 0
 
 
 def _roles_and_states(workers: Iterable[WorkerHandle]) -> Iterator[tuple[str, str]]:

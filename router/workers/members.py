@@ -26,6 +26,8 @@ _CARD_SECONDS = 60.0  # a vocabulary of 250,000 tokens takes 2 s
 # For so long a worker of the first view may leave names uncertain: it has 30 s to send its card, and reading that 60 s.
 _TELLING_SECONDS = 90.0
 _LONGEST_REASON = 300  # characters of what a card's reading raised
+# Of more records those that are known are watched, and the first others.
+_MOST_WORKERS = 4096
 
 # Connects to a worker while the context is open; its card is read by the function.
 Connect: TypeAlias = Callable[[WorkerRecord, LoadCard], AbstractAsyncContextManager[WorkerHandle]]
@@ -52,7 +54,7 @@ class _Member:
 
 
 class Members:
-    """Watches every registered worker. `changed` is called after each change of the workers or of their records.
+    """Watches every registered worker. `changed` is called after one has left.
 
     Errors of one worker do not affect the others.
     """
@@ -63,6 +65,7 @@ class Members:
         self._changed = changed
         self._members: dict[tuple[str, int, str], _Member] = {}
         self._first: frozenset[tuple[str, int, str]] | None = None  # the members of the first view of the registry
+        self._turns = asyncio.Lock()  # to begin to watch a worker, one after the other
         self.connected = 0  # how many have been, in all
         self._cards: dict[str, tuple[bytes, asyncio.Future[ServedModel]]] = {}
 
@@ -90,6 +93,9 @@ class Members:
 
     def update(self, records: Sequence[WorkerRecord]) -> None:
         """Follows a view of the registry."""
+        if len(records) > _MOST_WORKERS:
+            log.error("too many workers are registered", workers=len(records), watched=_MOST_WORKERS)
+            records = sorted(records, key=lambda record: _key(record) not in self._members)[:_MOST_WORKERS]
         seen = {_key(record): record for record in records}
         if self._first is None:
             self._first = frozenset(seen)
@@ -105,7 +111,6 @@ class Members:
             if known is None or known.leave.is_set():
                 member = self._members[key] = _Member(record)
                 self._group.create_task(self._host(key, member))
-        self._changed()
 
     def adopt_records(self) -> None:
         """Shows each worker's newest record in its handle."""
@@ -140,6 +145,8 @@ class Members:
             await asyncio.sleep(backoff.next_seconds())
 
     async def _watch(self, key: tuple[str, int, str], member: _Member) -> None:
+        async with self._turns:
+            await asyncio.sleep(0)
         async with self._connect(member.record, self._load_card) as worker:
             member.worker = worker
             self.connected += 1

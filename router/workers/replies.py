@@ -46,8 +46,10 @@ _OF_WORKERS = (
     Unavailable,
     Unsupported,
 )
-# Fields of requests to workers that clients have no part in.
-_ROUTERS_FIELDS = ("emitted", "handoff", "destination")
+# Fields of requests to workers that clients have no part in, by their beginnings.
+_ROUTERS_FIELDS = frozenset({"emitted", "handoff", "destination", "data_parallel_rank"})
+# What the router has checked against the worker's record and card: the worker is another one than those say.
+_CHECKED_FIELDS = frozenset({"prompt.token_ids"})
 # How much earlier than at the deadline a worker may find that it has passed.
 _EARLY_SECONDS = 1.0
 _LONGEST_EMBEDDING = 2**20  # tokens
@@ -96,8 +98,10 @@ def of_worker(error: BatonError, remaining_seconds: float) -> BatonError:
         fields = {violation.field.split("[")[0].split(".")[0].split("_id")[0] for violation in error.violations}
         if fields and fields <= {"handoff"}:
             return HandoffLost(f"the worker cannot use the handoff: {error.message}")
-        if fields and fields <= set(_ROUTERS_FIELDS):
-            return InvalidReply(f"the worker cannot continue from the tokens already sent: {error.message}")
+        if fields and fields <= _ROUTERS_FIELDS:
+            return InvalidReply(f"the worker cannot use what this router has chosen: {error.message}")
+        if error.violations and {violation.field.split("[")[0] for violation in error.violations} <= _CHECKED_FIELDS:
+            return InvalidReply(f"the worker is not what its record and card say: {error.message}")
     return error
 
 
@@ -138,6 +142,8 @@ def check_attached(asked: decode_pb2.AttachRequest, told: decode_pb2.DecodeAttac
         raise InvalidReply(f"the answer has had {told.attachment} readers")
     if not told.prompt.token_ids:
         raise InvalidReply("the answer has no prompt")
+    if told.HasField("remaining") and not told.is_over and told.remaining.ToNanoseconds() <= 0:
+        raise InvalidReply("the answer goes on, and has no time left")
     if len(told.logprobs) != (missing if told.sampling.HasField("logprobs") else 0):
         raise InvalidReply(f"the answer has {len(told.logprobs)} log probabilities of {missing} tokens")
 

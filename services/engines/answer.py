@@ -67,7 +67,8 @@ class FromTiers:
 class Finished:
     """The end of a generation, and the seconds of its stages; `prefill_seconds` is 0 if the KV was pulled.
 
-    `drafted_tokens` were guessed by speculation, and `accepted_tokens` of them are part of the answer.
+    `drafted_tokens` were guessed by speculation, and `accepted_tokens` of them are part of the answer. The worker sets
+    `num_tokens`, the ids of the answer so far with those that were emitted before; 0 if they were not counted.
     """
 
     reason: FinishReason
@@ -80,3 +81,4 @@ class Finished:
     accepted_tokens: int = 0
     retained: Retained | None = None
     from_tiers: FromTiers = FromTiers()
+    num_tokens: int = 0

@@ -66,4 +66,5 @@ def _figures(worker_id: str, end: Finished) -> dict[str, Any]:
         "timings": stage_timings(timings, worker_id),
         "drafted_tokens": end.drafted_tokens,
         "accepted_tokens": end.accepted_tokens,
+        "num_tokens": end.num_tokens,
     }

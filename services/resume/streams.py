@@ -334,7 +334,7 @@ def attached(stream: KeptStream, request: decode_pb2.AttachRequest) -> decode_pb
     if not request.peek:
         message.prompt.CopyFrom(kept.prompt)
         message.sampling.CopyFrom(kept.sampling)
-    if stream.deadline_at is not None:
+    if stream.deadline_at is not None and not stream.is_over:
         message.remaining.FromNanoseconds(int(max(0.0, stream.deadline_at - loop.time()) * 1e9))
     if kept.has_logprobs and not request.peek:
         _add_logprobs(stream, request.from_tokens, message)

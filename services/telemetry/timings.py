@@ -120,10 +120,10 @@ class DecodeClock:
         self.began = self.asked - self._waited  # start of the queue stage
         self._fault_seconds = 0.0
 
-    def observe(self, event: Tokens | Finished) -> Tokens | Finished:
-        """Notes an event of the engine; returns it, Finished with this worker's times of the stages."""
+    def observe(self, event: Tokens | Finished, num_tokens: int) -> Tokens | Finished:
+        """Notes an event of the engine after so many ids; returns it, Finished as `completed` does."""
         if isinstance(event, Finished):
-            return self.completed(event)
+            return self.completed(event, num_tokens)
         self.record_tokens()
         return event
 
@@ -135,8 +135,8 @@ class DecodeClock:
         """Adds the delay of an injected fault to the decode steps."""
         self._fault_seconds += seconds
 
-    def completed(self, engine: Finished) -> Finished:
-        """The engine's end with this worker's times of the stages."""
+    def completed(self, engine: Finished, num_tokens: int) -> Finished:
+        """The engine's end with this worker's times of the stages, and its count of the answer's ids."""
         prompt_seconds = 0.0
         if not self.is_pulled and self.first_at is not None:
             prompt_seconds = max(0.0, self.first_at - self.asked - engine.queue_seconds)
@@ -147,4 +147,5 @@ class DecodeClock:
             prefill_seconds=prompt_seconds,
             decode_seconds=steps_seconds + self._fault_seconds,
             from_tiers=self._call.origins(engine.from_tiers, engine.cached_tokens),
+            num_tokens=num_tokens,
         )

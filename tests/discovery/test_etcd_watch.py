@@ -197,6 +197,18 @@ async def test_malformed_records_are_left_out(shared_etcd: EtcdServer, open_etcd
                 await views.until_ids("w1", "w2")
 
 
+async def test_records_that_together_are_larger_than_a_message_do_not_hide_a_worker(
+    own_etcd: EtcdServer, open_etcd: OpenEtcd, namespace: str
+) -> None:
+    large = b"x" * (1400 * 1024)
+    async with EtcdClient(EtcdConfig(endpoints=(own_etcd.endpoint,))) as client:
+        lease = await client.grant(600)
+        for number in range(50):
+            await client.put(f"/baton/{namespace}/workers/large-{number}".encode(), large, lease)
+    async with open_etcd(own_etcd.endpoint) as registry, registry.register(worker("w1")), Views(registry) as views:
+        await views.until_ids("w1")
+
+
 async def test_a_record_that_becomes_malformed_takes_its_worker_out(
     shared_etcd: EtcdServer, open_etcd: OpenEtcd, namespace: str
 ) -> None:

@@ -207,3 +207,10 @@ def test_a_file_is_alive_for_a_lease_after_its_last_change() -> None:
     assert lifetimes.alive() == ["a", "b"]
     clock.advance(6)
     assert lifetimes.alive() == []
+
+
+@pytest.mark.parametrize(("lease", "routers"), [(10.0, 4.0), (3.0, 3.0), (60.0, 60.0)])
+def test_a_router_has_a_short_lease_unless_the_file_system_shows_changes_late(
+    root: Path, lease: float, routers: float
+) -> None:
+    assert FileRegistry(root, NAMESPACE, lease).routers._ttl_seconds == routers

@@ -27,6 +27,8 @@ _TIMES_AN_INTERVAL = 4
 # How long a worker gets no requests whose replies were wrong, at first and at most; then how long that counts.
 _FIRST_SUSPENSION_SECONDS, _LONGEST_SUSPENSION_SECONDS = 2.0, 60.0
 _FORGIVEN_SECONDS = 300.0
+# After so many failures in a row checks become rarer, by intervals, up to this.
+_MANY_FAILURES, _RAREST = 20, 5
 _SERVING = health_pb2.HealthCheckResponse.SERVING
 
 
@@ -127,7 +129,8 @@ class WorkerHealth:
             # After a pause of this process every call has timed out: one failure proves nothing.
             if failures > 1 and self.silent_seconds >= probe.hung_seconds:
                 self._calls.interrupt(self.silent_seconds)
-            await asyncio.sleep(max(0.0, started + probe.interval_seconds - monotonic()))
+            interval_seconds = probe.interval_seconds * min(_RAREST, 1 + failures // _MANY_FAILURES)
+            await asyncio.sleep(max(0.0, started + interval_seconds - monotonic()))
 
     async def _ask(self, timeout_seconds: float) -> str:
         try:

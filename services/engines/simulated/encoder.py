@@ -10,7 +10,7 @@ from dataclasses import replace
 import numpy
 from typing_extensions import Self
 
-from baton.errors import ConfigError, EngineFailed, Overloaded
+from baton.errors import ConfigError, EmbeddingLost, Overloaded
 from runtime.clock import monotonic
 from services.engines.base import EmbeddingRules, EncoderLoad, EnginePart, ModelFacts, Vector
 from services.engines.prompt import Embedding, Media, MediaSpan
@@ -131,8 +131,8 @@ def embedding_data(digest: bytes, shape: tuple[int, int]) -> bytes:
 
 
 def check_embeddings(media: Iterable[MediaSpan]) -> None:
-    """Raises EngineFailed if an embedding does not belong to its digest."""
+    """Raises EmbeddingLost if an embedding does not belong to its digest: another worker may make the right one."""
     for span in media:
         embedding = span.embedding
         if embedding is not None and embedding.data != embedding_data(span.digest, embedding.shape):
-            raise EngineFailed(f"the embedding at token {span.start} does not belong to its digest")
+            raise EmbeddingLost(f"the embedding at token {span.start} does not belong to its digest")

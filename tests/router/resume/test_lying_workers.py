@@ -1,5 +1,6 @@
 """Workers that tell wrong things of a kept answer: the call ends with a status, and nobody pays less for it."""
 
+import asyncio
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass
@@ -17,6 +18,7 @@ from baton.errors import InvalidRequest, StreamLost
 from baton.inference.v1 import cluster_service_pb2, generate_pb2
 from router.config import QuotaConfig, QuotasConfig
 from router.resume.handle import Handle
+from runtime.aio import timeout
 
 _QUOTA = QuotaConfig(requests_per_second=1.0, tokens_per_second=0.1, burst_seconds=50_000.0)
 _ROUTER = FAST_ROUTER.model_copy(update={"quotas": QuotasConfig(tenants={"acme": _QUOTA})})
@@ -127,9 +129,21 @@ def _with_endless_readers(attached: decode_pb2.DecodeAttached) -> None:
     attached.attachment = 2**63
 
 
+def _without_time(attached: decode_pb2.DecodeAttached) -> None:
+    attached.remaining.FromSeconds(0)
+    attached.is_over = False
+
+
+def _before_its_time(attached: decode_pb2.DecodeAttached) -> None:
+    attached.remaining.seconds = -(2**62)
+    attached.is_over = False
+
+
 @pytest.mark.parametrize(
     "change",
     [
+        _without_time,
+        _before_its_time,
         _with_logprobs,
         _without_prompt,
         _without_tokens,
@@ -149,6 +163,29 @@ async def test_what_no_worker_may_tell_of_an_answer_counts_as_lost_and_its_clien
     assert received.tokens == _TOKENS
     assert received.resumed[0].recomputed
     assert faults.grown >= 1
+
+
+async def test_an_answer_that_is_complete_is_read_whatever_time_its_request_has_left() -> None:
+    told: list[bool] = []
+
+    def without_time(attached: decode_pb2.DecodeAttached) -> None:
+        told.append(attached.is_over and attached.HasField("remaining"))
+        attached.remaining.FromSeconds(0)  # as workers of a version before
+
+    async with _lying() as lying:
+        received = await lying.begin()
+        question = generate_pb2.GetGenerationProgressRequest(handle=received.handle)
+        async with timeout(PATIENCE_SECONDS):
+            is_over = False
+            while not is_over:
+                progress = lying.running.stub.GetGenerationProgress(question, metadata=_TENANT)
+                is_over = (await unary(progress)).answers[0].is_over
+                await asyncio.sleep(0.02)
+        lying.change(without_time)
+        await lying.resume(received.resume(), received)
+    assert received.tokens == _TOKENS
+    assert not received.resumed[0].recomputed
+    assert told == [False]
 
 
 async def test_tokens_that_a_worker_has_not_given_are_paid_for_whatever_it_says_of_them() -> None:

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 from support.cluster.in_process import bench, simulated
-from support.images.simulated_workers import about, leasing, multimodal
+from support.images.simulated_workers import EMBEDDING_BYTES, about, leasing, multimodal
 from support.servers.broken_worker import router_for
 from support.servers.tampering import SILENCE, Ends, Reply, tampered
 
@@ -70,6 +70,8 @@ ENCODES: dict[str, Callable[[Any], Iterable[Reply]]] = {
     "cut": cut,
     "sourceless": sourceless,
     "no digest": embedding(digest=b""),
+    "another digest": embedding(digest=b"x" * 32),
+    "other bytes": embedding(inline=bytes(EMBEDDING_BYTES)),
     "no type": embedding(dtype=""),
     "another type": embedding(dtype="float8"),
     **LEASES,
