@@ -280,6 +280,7 @@ class Cluster:
             self._refreshing.cancel()
             self._refreshing = None
         began = perf_counter()
+        self._version += 1  # again: who has looked since the change has seen the records as they were
         for member in self._members.values():
             if member.worker is None:
                 continue
@@ -305,7 +306,8 @@ class Cluster:
         if len(records) <= _PAIRED_AT_ONCE:
             self._unpaired = unpaired(records, self._within)
         else:
-            self._pairing = self._group.create_task(self._find_pairs_aside(records))
+            find = partial(self._find_pairs_aside, records)
+            self._pairing = self._group.create_task(lasting("pairs", find))
 
     async def _find_pairs_aside(self, records: Sequence[WorkerRecord]) -> None:
         self._unpaired = await asyncio.to_thread(unpaired, records, self._within)
