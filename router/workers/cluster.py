@@ -95,7 +95,8 @@ class Cluster:
         self._probe = probe
         self._members: dict[tuple[str, int, str], _Member] = {}
         self._first: frozenset[tuple[str, int, str]] | None = None  # the members of the first view of the registry
-        self._models: dict[str, ServedModel] = {}
+        self._seen_models: dict[str, ServedModel] = {}
+        self._models_version = 0  # of these
         self._cards: dict[str, tuple[bytes, asyncio.Future[ServedModel]]] = {}
         self._unpaired: Mapping[str, Unpaired] = {}  # by process
         self._pairing: asyncio.Task[None] | None = None
@@ -217,6 +218,8 @@ class Cluster:
             if key in seen:
                 # What is kept for each rank is as of the first record: a process does not change how many it has.
                 member.record = replace(seen[key], data_parallel_ranks=member.record.data_parallel_ranks)
+                if member.worker is not None:
+                    member.worker.record = member.record
             else:
                 member.leave.set()
         for key, record in seen.items():
@@ -266,6 +269,21 @@ class Cluster:
             del self._members[key]
         self._refresh()
 
+    @property
+    def _models(self) -> dict[str, ServedModel]:
+        """The models of all workers so far. Those of one that is ready are there at once."""
+        self._note_models()
+        return self._seen_models
+
+    def _note_models(self) -> None:
+        if self._models_version == self._version:
+            return
+        self._models_version = self._version
+        # The cards of decode workers win: every generation ends on one. Requests that fit only some go to those.
+        for worker in sorted(self.workers, key=_weight):
+            if worker.model:
+                self._seen_models[worker.record.model] = worker.model
+
     def _refresh(self) -> None:
         """Updates everything that depends on the records or on a worker's health, a little after a large update."""
         self._version += 1
@@ -281,14 +299,7 @@ class Cluster:
             self._refreshing = None
         began = perf_counter()
         self._version += 1  # again: who has looked since the change has seen the records as they were
-        for member in self._members.values():
-            if member.worker is None:
-                continue
-            member.worker.record = member.record
-        # The cards of decode workers win: every generation ends on one. Requests that fit only some go to those.
-        for worker in sorted(self.workers, key=_weight):
-            if worker.model:
-                self._models[worker.record.model] = worker.model
+        self._note_models()
         self._record_unpaired()
         metrics.observe_workers(_roles_and_states(self.workers))
         self._ready.set(any(completing() & set(worker.record.roles) and not worker.problem for worker in self.workers))
