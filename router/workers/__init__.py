@@ -7,6 +7,7 @@ calls.py         WorkerCalls: the Prefill, Decode and Release calls of one reque
 role_calls.py    a call of a role to one worker after another, until one has answered
 destinations.py  Destination: what a decode worker allocates early; where it may borrow a prompt's beginning
 prefetches.py    Prefetch: a decode worker reads KV while its prompt is computed
+serialized_prompt.py  the bytes of a long prompt, of which requests are put together
 replies.py       checks what workers answer, and suspends those that answer wrong
 cancellation.py  stops a request on all its workers, and here
 loras.py         which adapter a name stands for, and the reports of adapters

@@ -63,7 +63,8 @@ class Cluster:
         self._within = handoff_within
         self._group = group
         self._members = Members(group, connected, self._refresh)
-        self._models: dict[str, ServedModel] = {}
+        self._seen_models: dict[str, ServedModel] = {}
+        self._models_version = -1  # of these
         self._unpaired: Mapping[str, Unpaired] = {}  # by process
         self._pairing: asyncio.Task[None] | None = None
         self._refreshes_at = -math.inf
@@ -175,6 +176,21 @@ class Cluster:
         self._find_pairs()
         self._refresh()
 
+    @property
+    def _models(self) -> dict[str, ServedModel]:
+        """The models of all workers so far. Those of one that is ready are there at once."""
+        self._see_models()
+        return self._seen_models
+
+    def _see_models(self) -> None:
+        if self._models_version == self.version:
+            return
+        self._models_version = self.version
+        # The cards of decode workers win: every generation ends on one. Requests that fit only some go to those.
+        for worker in sorted(self.workers, key=_weight):
+            if worker.model:
+                self._seen_models[worker.record.model] = worker.model
+
     def _refresh(self) -> None:
         """Updates everything that depends on the records or on a worker's health, a little after a large update."""
         self._version += 1
@@ -189,11 +205,8 @@ class Cluster:
             self._refreshing.cancel()
             self._refreshing = None
         began = perf_counter()
-        self._members.adopt_records()
-        # The cards of decode workers win: every generation ends on one. Requests that fit only some go to those.
-        for worker in sorted(self.workers, key=_weight):
-            if worker.model:
-                self._models[worker.record.model] = worker.model
+        self._version += 1  # again: who has looked since the change has seen the records as they were
+        self._see_models()
         self._record_unpaired()
         metrics.observe_workers(_roles_and_states(self.workers))
         self._ready.set(any(completing() & set(worker.record.roles) and not worker.problem for worker in self.workers))
@@ -211,7 +224,8 @@ class Cluster:
         if len(records) <= _PAIRED_AT_ONCE:
             self._unpaired = unpaired(records, self._within)
         else:
-            self._pairing = self._group.create_task(self._find_pairs_aside(records))
+            find = partial(self._find_pairs_aside, records)
+            self._pairing = self._group.create_task(lasting("pairs", find))
 
     async def _find_pairs_aside(self, records: Sequence[WorkerRecord]) -> None:
         self._unpaired = await asyncio.to_thread(unpaired, records, self._within)

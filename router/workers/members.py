@@ -103,6 +103,8 @@ class Members:
             if key in seen:
                 # What is kept for each rank is as of the first record: a process does not change how many it has.
                 member.record = replace(seen[key], data_parallel_ranks=member.record.data_parallel_ranks)
+                if member.worker is not None:
+                    member.worker.record = member.record
             else:
                 member.leave.set()
         for key, record in seen.items():
@@ -111,12 +113,6 @@ class Members:
             if known is None or known.leave.is_set():
                 member = self._members[key] = _Member(record)
                 self._group.create_task(self._host(key, member))
-
-    def adopt_records(self) -> None:
-        """Shows each worker's newest record in its handle."""
-        for member in self._members.values():
-            if member.worker is not None:
-                member.worker.record = member.record
 
     def close(self) -> None:
         """Stops watching all workers."""
