@@ -174,7 +174,7 @@ class Receiver:
         if self._blocks.has_begun:
             self._blocks.check(kind, stream_id)
         try:
-            if kind < len(self._handlers):
+            if kind <= h2.CONTINUATION:
                 self._handlers[kind](flags, stream_id, payload)
             else:
                 self._empty_frames.spend()

@@ -138,7 +138,7 @@ class Stream:
         if self.content_length >= 0:
             self._check_length(is_last=True)
         if not self.ignores_input:
-            self.inbox.end()
+            (self._inbox or self.inbox).end()
 
     def _check_length(self, *, is_last: bool) -> None:
         if self.received_bytes > self.content_length or (is_last and self.received_bytes != self.content_length):
@@ -318,7 +318,8 @@ class Stream:
             self._drop_input()
         self._output.forget(self.pump, self.wake_writers)
         self._owner.forget(self, is_early=is_early)
-        self.wake_writers()
+        if self._writers:
+            self.wake_writers()
 
     def abandon(self) -> None:
         """The connection is over, and everything on it."""
@@ -336,7 +337,8 @@ class Stream:
             raise StreamFailure(FLOW_CONTROL_ERROR, "the stream's window is too large")
         if self._pending:
             self._pump_or_wait()
-        self.wake_writers()
+        if self._writers:
+            self.wake_writers()
 
     def change(self) -> "asyncio.Future[None]":
         """A future that is done when what a writer waits for has changed; the writer asks `is_writable` again."""

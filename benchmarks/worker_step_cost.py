@@ -10,22 +10,16 @@ import asyncio
 import statistics
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 
 from engine_protocol.multiplex.response_queue import CallTokens, ResponseQueue
-from services.decode import TimedTokens
 from services.engines.answer import Finished
-from services.telemetry.timings import CallClock, DecodeClock
 
 STEPS = 500
 
 
 class Steps:
-    """A decode, and the generation of it, one token a step."""
-
-    @property
-    def generation(self) -> "Steps":
-        """Itself."""
-        return self
+    """A generation, one token a step."""
 
     async def subscribe(self, ready: Callable[[], None]) -> None:
         """Keeps what is called at each step."""
@@ -41,9 +35,8 @@ async def measure(sequences: int) -> list[float]:
     queue, engine = ResponseQueue(), []
     for number in range(sequences):
         steps = Steps()
-        source = TimedTokens(steps, DecodeClock(CallClock(), is_pulled=True))
-        tokens = CallTokens(number, source, is_paused=False)
-        await source.subscribe(lambda tokens=tokens: queue.mark_ready(tokens))  # type: ignore[misc]  # bound now
+        tokens = CallTokens(number, steps, is_paused=False)
+        await steps.subscribe(partial(queue.mark_ready, tokens))
         engine.append(steps)
     seconds = []
     for _ in range(STEPS):

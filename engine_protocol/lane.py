@@ -77,8 +77,8 @@ class TokenSink(Protocol):
         """Passes a token on; False to have it read by the task that waits for the call's next response instead."""
 
 
-# Sends what a source gives until its last ids. Raises what the source raises.
-SendTokens: TypeAlias = Callable[[TokenSource], Awaitable[None]]
+# Sends what a source gives until its last ids. Returns how many they were. Raises what the source raises.
+SendTokens: TypeAlias = Callable[[TokenSource], Awaitable[int]]
 
 
 class TokenReply(Protocol):
@@ -88,5 +88,8 @@ class TokenReply(Protocol):
     def write(self) -> Callable[[Any], Awaitable[None]]:
         """Sends a message; waits while the caller is behind."""
 
-    async def write_from(self, source: TokenSource, message_of: Callable[[Sequence[int]], Any]) -> None:
-        """Sends the tokens of a source until its last ones, as messages or in those that other calls share."""
+    async def write_from(self, source: TokenSource, message_of: Callable[[Sequence[int]], Any]) -> int:
+        """Sends the tokens of a source until its last ones, as messages or in those that other calls share.
+
+        Returns how many they were.
+        """

@@ -25,7 +25,7 @@ from router.resume.execution import completion_of, resume
 from router.stream.general import FillFinished
 from router.stream.reply import Pace
 from router.stream.writer import StreamWriter
-from router.text.completion import Completion
+from router.text.completion import Completion, TokenDelta
 from router.text.served_model import ServedModel
 from rpc.tracing.span import stage_span
 from runtime.aio import gather_or_cancel
@@ -70,7 +70,7 @@ class SeveralAnswers:
     async def _run_first(self, prompt: MultimodalPrompt, shared: "SharedReply") -> None:
         await self._run_answer(self.ctx, prompt, shared)
         # The rest of the request's time is that of the longest answer.
-        with self.ctx.timings.measure_call(timing_pb2.STAGE_DECODE):
+        with self.ctx.stats.timings.measure_call(timing_pb2.STAGE_DECODE):
             await self._others_ended.wait()
 
     async def _run_others(self, parts: list[RequestContext], prompt: MultimodalPrompt, shared: "SharedReply") -> None:
@@ -119,7 +119,7 @@ async def write_answer(
         Reply(answer.send, lambda _trailer: None),
         limits.max_waiting_tokens,
         limits.slow_reader_seconds,
-        ctx.timings.first_token_sent,
+        ctx.stats.timings.first_token_sent,
         pace=Pace.of(ctx.request.response),
     )
     try:
@@ -137,10 +137,10 @@ class _AnswerWriter(StreamWriter):
 
     fill_finished: FillFinished | None = None
 
-    def finish(self, text: str, fill_finished: FillFinished) -> None:
-        """Adds the last text and the end of this answer."""
+    def finish(self, last: TokenDelta, fill_finished: FillFinished) -> None:
+        """Adds what was held back until now, and the end of this answer."""
         self.fill_finished = fill_finished
-        super().finish(text, lambda _finished: None)
+        super().finish(last, lambda _finished: None)
 
 
 @dataclass(slots=True)

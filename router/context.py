@@ -11,7 +11,7 @@ from baton.errors import DeadlineExceeded, PermissionDenied, RequestExists, Requ
 from baton.inference.v1 import generate_pb2
 from engine_protocol.fault_injection import FAULT_KEY, Fault, RouterPoint, parse
 from router.config import LimitsConfig
-from router.qos import Metadata, RequestQos, UnauthenticatedTenants
+from router.qos import UNNAMED, Metadata, RequestQos, UnauthenticatedTenants
 from router.recording.notes import AnswerNotes
 from router.resume.handle import Handle, Keep, answer_call_id, keep_seconds
 from router.telemetry.stats import RequestStats
@@ -39,13 +39,14 @@ class FaultPlan:
     @classmethod
     def read(cls, metadata: Metadata | None, *, is_allowed: bool) -> "FaultPlan":
         """Reads the metadata of a call. Raises PermissionDenied if plans are off, InvalidRequest for a wrong plan."""
-        texts = [str(value) for key, value in metadata or () if key == FAULT_KEY]
-        text = texts[0] if texts else ""
-        if not text:
+        for key, value in metadata or ():
+            if key == FAULT_KEY and value:
+                break
+        else:
             return _NO_FAULTS
         if not is_allowed:
             raise PermissionDenied(f"{FAULT_KEY} is not allowed here: allow_faults is off")
-        return cls(text, tuple(fault for fault in parse(text) if fault.role == "router"))
+        return cls(str(value), tuple(fault for fault in parse(str(value)) if fault.role == "router"))
 
     def metadata(self, attempt: int) -> tuple[tuple[str, str], ...]:
         """The metadata for the `attempt`th call of a request to workers of one role."""
@@ -84,7 +85,8 @@ class Deadline:
     @property
     def remaining_seconds(self) -> float:
         """The timeout for the next call."""
-        return max(0.0, self._ends_at - monotonic())
+        seconds = self._ends_at - monotonic()
+        return seconds if seconds > 0 else 0.0
 
     @property
     def has_ended_the_call(self) -> bool:
@@ -97,7 +99,7 @@ class Deadline:
         return DeadlineExceeded(f"the deadline passed during {stage}", stage=stage, worker_id=worker_id)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)  # not frozen: freezing takes a call for each of its many fields
 class RequestContext:
     """A request, from its arrival to its end. Clients know it by `request_id`, workers by `call_id`.
 
@@ -123,11 +125,6 @@ class RequestContext:
         return self.cancellation.call_id
 
     @property
-    def timings(self) -> Timings:
-        """Where the request's time goes."""
-        return self.stats.timings
-
-    @property
     def is_large(self) -> bool:
         """True if checking the request takes too long for the event loop. Token ids take less time than texts."""
         if self.message_bytes <= _LARGE_MESSAGE_BYTES:
@@ -137,8 +134,14 @@ class RequestContext:
         return self.message_bytes - quick_bytes > _LARGE_MESSAGE_BYTES
 
     def worker_metadata(self, attempt: int) -> tuple[tuple[str, str | bytes], ...]:
-        """The metadata of the `attempt`th call to workers of one role: the fault plan, and the client's id for logs."""
-        return (*self.faults.metadata(attempt), (REQUEST_KEY, self.request_id.encode("utf-8", "replace")))
+        """The metadata of the `attempt`th call to workers of one role.
+
+        The client's id for logs, its tenant and priority, and the fault plan.
+        """
+        named = (REQUEST_KEY, self.request_id.encode("utf-8", "replace"))
+        if self.qos is UNNAMED and self.faults is _NO_FAULTS:
+            return (named,)
+        return (named, *self.qos.metadata(), *self.faults.metadata(attempt))
 
     def part(self, answer: int | None = None) -> "RequestContext":
         """The context of a part of the request that workers know by a call id of its own. Raises Cancelled.
@@ -173,7 +176,7 @@ class ContextFactory:
 
     def create(self, request: generate_pb2.GenerateRequest, call: Any) -> RequestContext:
         """Reads a call. Raises PermissionDenied or InvalidRequest for wrong metadata."""
-        metadata, new = call.invocation_metadata(), _new_ids()
+        metadata, caller, new = call.invocation_metadata(), current_caller(), _new_ids()
         request_id = request.request_id or new[32:]
         keep = None
         if request.response.HasField("keep"):
@@ -181,10 +184,10 @@ class ContextFactory:
         return RequestContext(
             request=request,
             request_id=request_id,
-            caller=current_caller(),
+            caller=caller,
             message_bytes=message_bytes(),
             faults=FaultPlan.read(metadata, is_allowed=self.allow_faults),
-            qos=self.read_qos(call),
+            qos=self._qos(metadata, caller),
             deadline=Deadline.of(remaining_seconds(call), self.limits),
             stats=RequestStats(request_id, Timings(arrived_at())),
             cancellation=Cancellation(new[:32]),
@@ -198,8 +201,10 @@ class ContextFactory:
 
     def read_qos(self, call: Any) -> RequestQos:
         """The tenant and priority of a call. Raises InvalidRequest."""
-        caller = current_caller()
-        qos = RequestQos.read(call.invocation_metadata(), caller, self.proxies)
+        return self._qos(call.invocation_metadata(), current_caller())
+
+    def _qos(self, metadata: Metadata | None, caller: Caller | None) -> RequestQos:
+        qos = RequestQos.read(metadata, caller, self.proxies)
         is_own = caller is not None or self.claimed.has_account(qos.tenant)
         return qos if is_own else replace(qos, shares_account=True)
 
@@ -213,12 +218,22 @@ class RequestTable:
     def __len__(self) -> int:
         return len(self._running)
 
-    def enter(self, ctx: RequestContext) -> "_Listed":
-        """Lists a request while the context is open. Raises RequestExists when it is entered.
+    def add(self, ctx: RequestContext) -> None:
+        """Lists a request. Raises RequestExists.
 
         A request that goes on with answers takes the place of the one that it goes on with, which may still run.
         """
-        return _Listed(self._running, ctx)
+        key = ctx.caller, ctx.request_id
+        if key in self._running and not (ctx.keep is not None and ctx.keep.is_resumed):
+            raise RequestExists(f"a request {ctx.request_id!r} is running")
+        self._running[key] = ctx
+
+    def remove(self, ctx: RequestContext) -> None:
+        """Notes that nothing of a request runs here any more."""
+        key = ctx.caller, ctx.request_id
+        if self._running.get(key) is ctx:
+            del self._running[key]
+        ctx.cancellation.close()
 
     def find(self, request_id: str, caller: Caller | None) -> Sequence[RequestContext]:
         """The caller's own request with this id; for operators, all with this id. Raises RequestNotFound.
@@ -237,25 +252,3 @@ class RequestTable:
 def _new_ids() -> str:
     """Two ids that cannot be guessed, of 32 hexadecimal digits each; asking the system twice takes twice as long."""
     return token_hex(32)
-
-
-class _Listed:
-    """The entry of a request, while `RequestTable.enter` is open."""
-
-    __slots__ = ("_ctx", "_key", "_running")
-
-    def __init__(self, running: dict[tuple[Caller | None, str], RequestContext], ctx: RequestContext) -> None:
-        self._running = running
-        self._ctx = ctx
-        self._key = (ctx.caller, ctx.request_id)
-
-    def __enter__(self) -> None:
-        replaces = self._ctx.keep is not None and self._ctx.keep.is_resumed
-        if self._key in self._running and not replaces:
-            raise RequestExists(f"a request {self._ctx.request_id!r} is running")
-        self._running[self._key] = self._ctx
-
-    def __exit__(self, *exception: object) -> None:
-        if self._running.get(self._key) is self._ctx:
-            del self._running[self._key]
-        self._ctx.cancellation.close()

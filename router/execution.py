@@ -1,7 +1,9 @@
 """A request on its workers: prefill, handoff, decode. Continues on another worker when one fails."""
 
 import asyncio
+from collections.abc import Coroutine
 from functools import cached_property, partial
+from typing import Any
 
 from baton.engine.v1 import decode_pb2, prompt_pb2
 from baton.errors import BatonError, EmbeddingLost, TokensLost
@@ -72,7 +74,7 @@ class RequestExecution:
     async def _place(self) -> _Placement:
         state = self._state
         state.retries.earn()
-        with state.ctx.timings.measure(timing_pb2.STAGE_ROUTE) as span:
+        with state.ctx.stats.timings.measure(timing_pb2.STAGE_ROUTE) as span:
             await state.ctx.inject("route")
             state.routing_request = await state.placer.with_blocks(state.routing_request)
             placement = state.follow(state.placer.place(state.routing_request))
@@ -91,8 +93,7 @@ class RequestExecution:
         finish = state.completion.finished
         assert finish is not None
         state.ctx.stats.finish_reason = finish.reason
-        state.stream.put_now(state.completion.flush())
-        state.stream.finish("", partial(self._fill_finished, finish))
+        state.stream.finish(state.completion.flush(), partial(self._fill_finished, finish))
 
     # Prefill: the prompt's KV cache and the first token. Without a prefill worker the decode worker runs the prompt.
 
@@ -293,12 +294,13 @@ class RequestExecution:
             finished.stop_token_id = finish.stop_token_id
 
 
-async def execute(
+def execute(
     executor: Executor,
     ctx: RequestContext,
     prompt: MultimodalPrompt,
     completion: Completion,
     stream: StreamWriter,
-) -> None:
+) -> Coroutine[Any, Any, None]:
     """Runs one request to its end, and writes its messages to `stream`. The caller releases `prompt`."""
-    await RequestExecution(executor, ctx, prompt, completion, stream).run()
+    # Not a coroutine of its own, which every step of the request would pass.
+    return RequestExecution(executor, ctx, prompt, completion, stream).run()

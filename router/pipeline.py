@@ -5,13 +5,14 @@ Read this first and execution.py next: there a request is placed, prefilled, han
 
 import asyncio
 from collections.abc import Callable, Coroutine, Sequence
-from contextlib import suppress
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
 
 from baton.engine.v1 import prompt_pb2
-from baton.inference.v1 import timing_pb2
+from baton.inference.v1 import generate_pb2, lora_pb2, timing_pb2
 from baton_http2.server.reply import Reply
+from media.content import MediaItem
 from router import validation
 from router.admission.controller import AdmissionController
 from router.admission.predictor import RequestEstimate
@@ -70,66 +71,62 @@ class Pipeline:
         A cancellation of the caller means that the client has left.
         """
         # Not a coroutine of its own, which every step of the request would pass.
-        describe, answer = partial(set_request_attributes, ctx.request), partial(self._answer, ctx, reply)
-        return self.running.run(ctx, "baton.generate", describe, answer, partial(end_reply, reply, ctx.timings))
+        describe, ended = partial(set_request_attributes, ctx.request), partial(end_reply, reply, ctx.stats.timings)
+        answer = self._answer if self.admission.quotas.is_unlimited else self._answer_within_quota
+        return self.running.run(ctx, "baton.generate", describe, partial(answer, ctx, reply), ended)
+
+    async def _answer_within_quota(self, ctx: RequestContext, reply: Reply) -> None:
+        async with self.admission.track_tenant(ctx):
+            await self._answer(ctx, reply)
 
     async def _answer(self, ctx: RequestContext, reply: Reply) -> None:
-        """Validates, tokenizes, admits, encodes and executes, within the tenant's quota."""
-        async with self.admission.track_tenant(ctx):
-            model = await self._validate(ctx)
-            prompt = await self._tokenize(ctx, model)
-            async with self.admission.admit(ctx, _estimate(ctx, model)):
-                with prompt:
-                    await prompt.embed()
-                    await self._execute(ctx, model, prompt, reply)
+        """Validates, tokenizes, admits, encodes and executes."""
+        model = await self._validate(ctx)
+        prompt = await self._tokenize(ctx, model)
+        async with self.admission.admit(ctx, _estimate(ctx, model)):
+            with prompt:
+                await prompt.embed()
+                await self._execute(ctx, model, prompt, reply)
 
     async def _validate(self, ctx: RequestContext) -> ServedModel:
         """The model that the request is for. Raises InvalidRequest or Unsupported before any worker is called."""
-        with ctx.timings.measure(timing_pb2.STAGE_ADMISSION):
+        with ctx.stats.timings.measure(timing_pb2.STAGE_ADMISSION):
             await ctx.inject("admission")
             model = self.cluster.model(ctx.request.model)
             ctx.stats.model = model.name
-            await _aside(ctx.is_large, self._checks.check, ctx.request, model)
+            if ctx.is_large:
+                await asyncio.to_thread(self._checks.check, ctx.request, model)
+            else:
+                self._checks.check(ctx.request, model)
             await self._grammars.prepare(ctx.request, model)
         return model
 
     async def _tokenize(self, ctx: RequestContext, model: ServedModel) -> MultimodalPrompt:
         """The prompt with its media loaded, but not encoded. Raises InvalidRequest for an unknown adapter."""
         lora = self.cluster.lora(ctx.request, model)
-        with ctx.timings.measure(timing_pb2.STAGE_TOKENIZE):
+        with ctx.stats.timings.measure(timing_pb2.STAGE_TOKENIZE):
             await ctx.inject("tokenize")
-            token_ids = await _token_ids(ctx, model)
-            bad_sequences = await _bad_sequences(ctx, model)
-            request = ctx.request
-            has_cache = bool(request.routing.session_key) or request.HasField("cache")
-            cache = await self._prompt_cache(ctx, token_ids, model) if has_cache else None
-        expected = await _aside(ctx.is_large, request_input.expected_tokens, request, token_ids, model)
-        ctx.stats.prompt_tokens = expected
-        media = await self._load_media(ctx)
-        prompt = prompt_pb2.Prompt(cache_salt=ctx.request.routing.cache_salt, lora=lora, cache=cache)
-        serialized = None
-        if len(token_ids) > _MANY_IDS:
-            serialized = await asyncio.to_thread(SerializedPrompt.of, token_ids, prompt)
-        else:
-            prompt.token_ids.extend(token_ids)
-        multimodal = self.processor.prompt(ctx, model, prompt, media)
-        multimodal.token_ids, multimodal.bad_sequences = token_ids, bad_sequences
-        multimodal.serialized = serialized
-        return multimodal
+            read = await _in_time(ctx, partial(_read_input, ctx.request, model, lora))
+            if ctx.request.routing.session_key or ctx.request.HasField("cache"):
+                read.prompt.cache.CopyFrom(await self._prompt_cache(ctx, read.token_ids, model))
+        ctx.stats.prompt_tokens = read.expected_tokens
+        media = await self._load_media(ctx, read.media) if read.media else ()
+        prompt = self.processor.prompt(ctx, model, read.prompt, media)
+        prompt.token_ids, prompt.bad_sequences = read.token_ids, read.bad_sequences
+        if len(read.token_ids) > _MANY_IDS:
+            prompt.serialized = await asyncio.to_thread(SerializedPrompt.of, read.token_ids, read.prompt)
+        return prompt
 
     async def _prompt_cache(
         self, ctx: RequestContext, token_ids: Sequence[int], model: ServedModel
-    ) -> prompt_pb2.PromptCache | None:
+    ) -> prompt_pb2.PromptCache:
         request, retained = ctx.request, 0
         if request.HasField("cache"):
             retained = await _in_time(ctx, partial(retained_tokens, request, token_ids, model))
         return prompt_cache(request, ctx.qos.tenant, retained, self.limits.max_retain_seconds)
 
-    async def _load_media(self, ctx: RequestContext) -> Sequence[LoadedMedia]:
-        items = await _aside(ctx.is_large, media_items, ctx.request)
-        if not items:
-            return ()
-        with ctx.timings.measure(timing_pb2.STAGE_ADMISSION):
+    async def _load_media(self, ctx: RequestContext, items: Sequence[MediaItem]) -> Sequence[LoadedMedia]:
+        with ctx.stats.timings.measure(timing_pb2.STAGE_ADMISSION):
             return await self.processor.load(items)
 
     async def _execute(self, ctx: RequestContext, model: ServedModel, prompt: MultimodalPrompt, reply: Reply) -> None:
@@ -160,7 +157,7 @@ class Pipeline:
             reply,
             limits.max_waiting_tokens,
             limits.slow_reader_seconds,
-            ctx.timings.first_token_sent,
+            ctx.stats.timings.first_token_sent,
             pace=Pace.of(ctx.request.response),
         )
 
@@ -171,27 +168,43 @@ def _estimate(ctx: RequestContext, model: ServedModel) -> RequestEstimate:
     return RequestEstimate(model.name, ctx.stats.prompt_tokens, max_tokens)
 
 
-async def _token_ids(ctx: RequestContext, model: ServedModel) -> Sequence[int]:
-    """The ids of the request's input."""
-    return await _in_time(ctx, partial(request_input.tokenize, ctx.request, model))
-
-
 async def _in_time(ctx: RequestContext, work: Callable[[float], Result]) -> Result:
     """Calls `work` with the time that a chat template may take. Of a large input, or if it is slow, in a thread."""
     if not ctx.is_large:
-        with suppress(SlowTemplate):
+        try:
             return work(LOOP_SECONDS)
+        except SlowTemplate:
+            pass  # once more, beside the loop
     return await asyncio.to_thread(work, LONGEST_SECONDS)
 
 
-async def _bad_sequences(ctx: RequestContext, model: ServedModel) -> Sequence[Sequence[int]]:
-    if not ctx.request.sampling.bad_words:
-        return ()
-    return await _aside(ctx.is_large, request_input.bad_sequences, ctx.request, model)
+@dataclass(slots=True)
+class _Input:
+    """The input of a request as workers get it, beside its media, which are to be loaded."""
+
+    token_ids: Sequence[int]
+    prompt: prompt_pb2.Prompt
+    expected_tokens: int
+    media: Sequence[MediaItem]
+    bad_sequences: Sequence[Sequence[int]]
 
 
-async def _aside(is_large: bool, work: Callable[..., Result], *arguments: Any) -> Result:
-    """Calls `work`, in a thread if it would delay other streams."""
-    if is_large:
-        return await asyncio.to_thread(work, *arguments)
-    return work(*arguments)
+def _read_input(
+    request: generate_pb2.GenerateRequest, model: ServedModel, lora: lora_pb2.LoraAdapter | None, seconds: float
+) -> _Input:
+    """Tokenizes a validated request, whose chat template may take so many seconds."""
+    token_ids = request_input.tokenize(request, model, seconds)
+    return _Input(
+        token_ids,
+        _prompt(token_ids, request.routing.cache_salt, lora),
+        request_input.expected_tokens(request, token_ids, model),
+        media_items(request),
+        request_input.bad_sequences(request, model) if request.sampling.bad_words else (),
+    )
+
+
+def _prompt(token_ids: Sequence[int], cache_salt: str, lora: lora_pb2.LoraAdapter | None) -> prompt_pb2.Prompt:
+    """The prompt; of many ids without them, which SerializedPrompt has."""
+    return prompt_pb2.Prompt(
+        token_ids=token_ids if len(token_ids) <= _MANY_IDS else (), cache_salt=cache_salt, lora=lora
+    )

@@ -39,10 +39,15 @@ class RequestQos:
 
         Raises InvalidRequest naming the wrong key.
         """
-        values = {key: str(value) for key, value in metadata or () if key in (TENANT_KEY, PRIORITY_KEY)}
-        if not values and caller is None:
-            return _UNNAMED
-        return cls(_tenant(values.get(TENANT_KEY, ""), caller, proxies), _priority(values.get(PRIORITY_KEY, "")))
+        tenant = priority = ""
+        for key, value in metadata or ():
+            if key == TENANT_KEY:
+                tenant = str(value)
+            elif key == PRIORITY_KEY:
+                priority = str(value)
+        if caller is None and not tenant and not priority:
+            return UNNAMED
+        return cls(_tenant(tenant, caller, proxies), _priority(priority))
 
     def metadata(self) -> tuple[tuple[str, str], ...]:
         """The metadata that passes it on to a worker."""
@@ -51,7 +56,7 @@ class RequestQos:
         return ((TENANT_KEY, self.tenant), (PRIORITY_KEY, str(self.priority)))
 
 
-_UNNAMED = RequestQos()
+UNNAMED = RequestQos()
 
 
 class UnauthenticatedTenants:

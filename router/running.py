@@ -2,14 +2,15 @@
 
 import asyncio
 from collections.abc import Callable, Coroutine
-from contextlib import AbstractContextManager, nullcontext
 from types import TracebackType
 from typing import Any
 
 from baton.errors import Cancelled
 from router.context import RequestContext, RequestTable
-from router.telemetry.request_metrics import RequestMetrics, record_request
-from rpc.tracing.span import Span, stage_span
+from router.telemetry.request_metrics import RequestMetrics
+from router.telemetry.spans import set_result_attributes
+from rpc.tracing.span import Span, current_span, stage_span
+from runtime.logs import add_log_fields
 
 
 class RunningRequests:
@@ -32,18 +33,15 @@ class RunningRequests:
 
         A cancellation of the caller means that the client has left.
         """
-        with (
-            stage_span(name) as span,
-            self.table.enter(ctx),
-            _NOT_RECORDED if ctx.notes is None else _Recorded(ctx, self.record),
-            record_request(ctx.stats, ctx.call_id, self.metrics),
-        ):
-            ctx.timings.is_traced = span.is_recording
-            describe(span)
+        timings = ctx.stats.timings
+        with stage_span(name) as span, _Running(self, ctx):
+            timings.is_traced = span.is_recording
+            if span.is_recording:
+                describe(span)
             try:
                 await ctx.cancellation.run(answer(), ctx.deadline.remaining_seconds)
             except TimeoutError:
-                raise ctx.deadline.exceeded(ctx.timings.stage_name) from None
+                raise ctx.deadline.exceeded(timings.stage_name) from None
             except (asyncio.CancelledError, Cancelled):
                 _record_passed_deadline(ctx, span)
                 raise
@@ -51,28 +49,43 @@ class RunningRequests:
                 ended()
 
 
-_NOT_RECORDED: AbstractContextManager[None] = nullcontext()
+class _Running:
+    """A request while the context is open: listed, measured, and recorded once its outcome is known.
 
+    At the end it fills the request's span and the log line of its call.
+    """
 
-class _Recorded:
-    """Records a request when the context ends, once its outcome is known."""
+    __slots__ = ("_ctx", "_requests")
 
-    def __init__(self, ctx: RequestContext, record: Callable[[RequestContext, BaseException | None], None]) -> None:
+    def __init__(self, requests: RunningRequests, ctx: RequestContext) -> None:
+        self._requests = requests
         self._ctx = ctx
-        self._record = record
 
     def __enter__(self) -> None:
-        """No-op: notes are taken on the way."""
+        ctx = self._ctx
+        self._requests.table.add(ctx)
+        add_log_fields(request_id=ctx.request_id, call_id=ctx.cancellation.call_id)
+        self._requests.metrics.begin()
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._record(self._ctx, error)
+        ctx, stats = self._ctx, self._ctx.stats
+        try:
+            stats.record_end(error)
+            self._requests.metrics.end(stats)
+            if stats.timings.is_traced:
+                set_result_attributes(stats, current_span())
+            add_log_fields(**stats.log_fields())
+            if ctx.notes is not None:
+                self._requests.record(ctx, error)
+        finally:
+            self._requests.table.remove(ctx)
 
 
 def _record_passed_deadline(ctx: RequestContext, span: Span) -> None:
     """Records a cancellation as DEADLINE_EXCEEDED if gRPC made it because the client's deadline passed."""
     if ctx.deadline.has_ended_the_call and not ctx.cancellation.reason:
-        error = ctx.deadline.exceeded(ctx.timings.stage_name)
+        error = ctx.deadline.exceeded(ctx.stats.timings.stage_name)
         ctx.stats.outcome = error.reason
         span.fail(error)

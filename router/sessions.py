@@ -70,14 +70,12 @@ def _check_retain(request: generate_pb2.GenerateRequest, violations: Violations)
 
 def prompt_cache(
     request: generate_pb2.GenerateRequest, tenant: str, retain_tokens: int, most_seconds: float
-) -> prompt_pb2.PromptCache | None:
-    """The options of a validated request as workers get them; None if it has no session and asks for nothing.
+) -> prompt_pb2.PromptCache:
+    """The options of a validated request as workers get them.
 
     `retain_tokens` are to be retained, 0 for the whole prompt, for `most_seconds` at most.
     """
     cache, session = request.cache, request.routing.session_key
-    if not (session or request.HasField("cache")):
-        return None
     made = prompt_pb2.PromptCache(tenant=_digest(tenant), ends_session=cache.ends_session)
     if session:
         made.session = session_digest(tenant, session)

@@ -14,7 +14,7 @@ from router.sessions import check_cache
 from router.text import chat_input, request_input
 from router.text import media_validation as media
 from router.text.served_model import ServedModel
-from rpc.violations import Violations
+from rpc.violations import Violations, is_request_id
 
 _LONGEST_NAME = 256
 _LONGEST_KEY = 1024
@@ -45,15 +45,9 @@ class OptionChecks:
             check(request, model, self._limits)
             return
         options = _options(request)
-        if self._known.get(options) is not model:
+        if self._known.get(options) is not model or not _has_right_texts(request, model):
             check(request, model, self._limits)
             self._remember(options, model)
-            return
-        violations = Violations()
-        violations.request_id(request.request_id)
-        _check_name("routing.session_key", request.routing.session_key, _LONGEST_KEY, violations)
-        request_input.check_prompt(request.prompt, model, violations)
-        violations.raise_any()
 
     def _remember(self, options: bytes, model: ServedModel) -> None:
         if len(options) > _LONGEST_OPTIONS:
@@ -61,6 +55,12 @@ class OptionChecks:
         if len(self._known) >= _REMEMBERED_OPTIONS:
             self._known.clear()
         self._known[options] = model
+
+
+def _has_right_texts(request: generate_pb2.GenerateRequest, model: ServedModel) -> bool:
+    """True unless `check` finds something wrong in what is not among the options."""
+    is_named_right = is_request_id(request.request_id) and len(request.routing.session_key) <= _LONGEST_KEY
+    return is_named_right and 0 < len(request.prompt) <= model.most_characters
 
 
 def _options(request: generate_pb2.GenerateRequest) -> bytes:

@@ -28,7 +28,7 @@ from rpc.auth.access import Access
 from rpc.auth.tls import TlsConfig
 from rpc.health import SERVICE_NAME as HEALTH_NAME
 from rpc.health import Health
-from rpc.interceptors.calls import RunningCalls, authorize
+from rpc.interceptors.calls import RecordArrivals, RunningCalls, authorize
 from rpc.interceptors.errors import answer_errors
 from rpc.interceptors.logging import log_call
 from rpc.interceptors.reading import CHANNEL_OPTIONS as READ_OPTIONS
@@ -199,7 +199,8 @@ async def serve(
     else:
         # Not by default: a second server could listen on the same port by mistake, and would get half of the calls.
         sharing = ("grpc.so_reuseport", int(shares_port))
-        server = aio.server(interceptors=[interceptor, AddReplies()], options=(*_OPTIONS, sharing, *limits.options()))
+        interceptors = [RecordArrivals(), interceptor, AddReplies()]
+        server = aio.server(interceptors=interceptors, options=(*_OPTIONS, sharing, *limits.options()))
     _add(server, (*services, *(make(interceptor, limits) for make in around)), health)
     port = _bind(server, listen, tls, sockets, shares_port=shares_port)
     try:

@@ -16,6 +16,11 @@ def renamed(error: InvalidRequest, rename: Callable[[FieldViolation], FieldViola
     return InvalidRequest([rename(one) for one in error.violations], stage=error.stage, worker_id=error.worker_id)
 
 
+def is_request_id(value: str) -> bool:
+    """True if logs and traces can show a request id as it is."""
+    return len(value) <= _LONGEST_REQUEST_ID and value.isprintable()
+
+
 class Violations:
     """The wrong fields found so far."""
 
@@ -54,8 +59,8 @@ class Violations:
 
     def request_id(self, value: str) -> None:
         """Adds a request id that logs and traces could not show as it is."""
-        fits = len(value) <= _LONGEST_REQUEST_ID and value.isprintable()
-        self.require(fits, "request_id", f"must be at most {_LONGEST_REQUEST_ID} printable characters")
+        if not is_request_id(value):
+            self.add("request_id", f"must be at most {_LONGEST_REQUEST_ID} printable characters")
 
     def token_ids(self, field: str, ids: Sequence[int], vocab_size: int) -> None:
         """Adds each id that the vocabulary does not have. The length of the list must be bounded."""

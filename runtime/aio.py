@@ -84,11 +84,15 @@ async def sleep_together(seconds: float, every: float) -> None:
     await asyncio.sleep(math.ceil((now + seconds) / every) * every - now)
 
 
-def cancellations(task: "asyncio.Task[Any]") -> int:
-    """The number of cancellations of the task, less `uncancel`; 0 on Python 3.10, which does not count them."""
-    if sys.version_info >= (3, 11):
-        return task.cancelling()
-    return 0
+if sys.version_info >= (3, 11):
+    cancellations = asyncio.Task.cancelling
+    """The number of cancellations of a task, less `uncancel`."""
+else:
+
+    def cancellations(task: "asyncio.Task[Any]") -> int:
+        """0: Python 3.10 does not count them."""
+        del task
+        return 0
 
 
 def uncancel(task: "asyncio.Task[Any]") -> int:

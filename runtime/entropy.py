@@ -3,8 +3,12 @@
 Jitter and choices, which may be guessed, come from the module `random`, which has a seed of its own.
 """
 
-from secrets import token_bytes as token_bytes
-from secrets import token_hex as token_hex
+from os import urandom as token_bytes
 from secrets import token_urlsafe as token_urlsafe
 
 __all__ = ["token_bytes", "token_hex", "token_urlsafe"]
+
+
+def token_hex(size: int) -> str:
+    """So many random bytes, in hexadecimal. What `secrets` does, with less than half of its calls."""
+    return token_bytes(size).hex()

@@ -6,7 +6,7 @@ import sys
 import time
 from collections.abc import Mapping
 from contextvars import ContextVar
-from typing import Any, Literal
+from typing import Any, Final, Literal
 
 import structlog
 from structlog.typing import EventDict, Processor, WrappedLogger
@@ -59,9 +59,8 @@ def add_log_fields(**fields: object) -> None:
     _FIELDS.set({**_FIELDS.get(), **fields})
 
 
-def log_fields() -> Mapping[str, object]:
-    """The fields of this task's lines."""
-    return _FIELDS.get()
+log_fields: Final = _FIELDS.get
+"""The fields of this task's lines."""
 
 
 def set_log_fields(fields: Mapping[str, object]) -> None:

@@ -193,7 +193,7 @@ class DecodeServicer(decode_pb2_grpc.DecodeServiceServicer):
                     case Accepted():
                         stream.accept(response(self._identity.worker_id, event))
                     case Finished() | Yielded():
-                        stream.finished = response(self._identity.worker_id, event)
+                        stream.finish(response(self._identity.worker_id, event))
 
     def _run(self, request: decode_pb2.DecodeRequest, metadata: Metadata) -> AbstractContextManager[RunningCall]:
         own = self._identity.worker_id, self._identity.epoch
@@ -313,9 +313,12 @@ class Decoder:
                     generation.outlive(slot)
                 with self._decodes.running(work.request_id, work.prompt, generation, call) as decode:
                     if _is_plain(work, call):
-                        source = TimedTokens(decode, clock, len(work.prompt.emitted))
-                        await send(source)
-                        yield _end(decode, source.finished, clock, source.generated)
+                        generated = await send(generation if clock.is_pulled else TimedPrompt(generation, clock))
+                        _, end = generation.pull()  # once more: it goes on telling its end
+                        assert end is not None
+                        metrics.GENERATED_TOKENS.inc(generated)
+                        decode.ended(end)
+                        yield _end(decode, clock.completed(end, len(work.prompt.emitted) + generated), clock, generated)
                         return
                     generated = len(work.prompt.emitted)
                     async for event in generation:
@@ -360,37 +363,25 @@ class Decoder:
                 yield _Prepared(Accepted(pulled.timings), partial(self._engine.generation, pulled.kv, work.sampling))
 
 
-class TimedTokens:
-    """The TokenSource of a generation, whose tokens are timed and counted. `finished` is set at their end."""
+class TimedPrompt:
+    """The TokenSource of a generation that computes its prompt, of which the first tokens are the end."""
 
-    __slots__ = ("_clock", "_decode", "_emitted", "_generation", "finished", "generated")
+    __slots__ = ("_clock", "_generation")
 
-    finished: Finished
-
-    def __init__(self, decode: RunningDecode, clock: DecodeClock, emitted: int) -> None:
-        self.generated = 0
-        self._emitted = emitted
-        self._generation = decode.generation
-        self._decode = decode
+    def __init__(self, generation: Generation, clock: DecodeClock) -> None:
+        self._generation = generation
         self._clock = clock
 
     async def subscribe(self, ready: Callable[[], None]) -> None:
         """Begins, and calls `ready` whenever `pull` has something new."""
         await self._generation.subscribe(ready)
 
-    def pull(self) -> tuple[Sequence[int], bool]:
-        """The new ids, and whether they were the last. Raises what ended the generation, if it failed."""
+    def pull(self) -> tuple[Sequence[int], Finished | None]:
+        """The new ids, and the end. Raises what ended the generation, if it failed."""
         ids, end = self._generation.pull()
-        if ids:
-            if not self.generated:
-                self._clock.record_tokens()
-            self.generated += len(ids)
-        if end is None:
-            return ids, False
-        metrics.GENERATED_TOKENS.inc(self.generated)
-        self.finished = self._clock.completed(end, self._emitted + self.generated)
-        self._decode.ended(end)
-        return ids, True
+        if ids and self._clock.first_at is None:
+            self._clock.record_tokens()
+        return ids, end
 
 
 def _end(decode: RunningDecode, finished: Finished, clock: DecodeClock, generated: int) -> Finished | Yielded:

@@ -198,7 +198,12 @@ class ServerCall:
             if handler is None:
                 self.finish(StatusCode.UNIMPLEMENTED, "Method not found!")
                 return
-            await self._serve(method_of(handler))
+            method = method_of(handler)
+            context = self._context = Context(self, method)
+            response = await method.behaviour(await self._request(method, context), context)
+            if not method.gives_stream and context.is_ok:
+                await context.write(response)
+            context.finish()
         except MessageFailure as failure:
             self.finish(failure.code, failure.details)
         except aio.AbortError:
@@ -207,19 +212,16 @@ class ServerCall:
         finally:
             self._release_hold()
 
-    async def _serve(self, method: Method) -> None:
-        context = self._context = Context(self, method)
-        request: Any = Requests(context)
+    async def _request(self, method: Method, context: "Context") -> Any:
+        """The servicer's first argument."""
         if self._refusal is not None:
-            request = self._refusal
-        elif not method.takes_stream:
-            request = await self.read(method)
-            if request is EOF:
-                raise MessageFailure(StatusCode.UNIMPLEMENTED, "the request has no message")
-        response = await method.behaviour(request, context)
-        if not method.gives_stream and context.is_ok:
-            await context.write(response)
-        context.finish()
+            return self._refusal
+        if method.takes_stream:
+            return Requests(context)
+        request = await self.read(method)
+        if request is EOF:
+            raise MessageFailure(StatusCode.UNIMPLEMENTED, "the request has no message")
+        return request
 
     def _on_task_end(self, task: "asyncio.Task[None]") -> None:
         self._task = None

@@ -29,8 +29,11 @@ class Source(Protocol[Item]):
     async def subscribe(self, ready: Callable[[], None]) -> None:
         """Begins, and calls `ready` on the event loop whenever `pull` has something new; at once, if it has already."""
 
-    def pull(self) -> tuple[Sequence[Item], bool]:
-        """The items since the last time, and whether they were the last. Raises what ended the source, if it failed."""
+    def pull(self) -> tuple[Sequence[Item], object]:
+        """The items since the last time, and something true once they were the last.
+
+        Raises what ended the source, if it failed.
+        """
 
 
 def _no_wire() -> None:
@@ -56,14 +59,19 @@ class Reply:
         self.set_trailing_metadata = set_trailing_metadata
         self.open_wire = open_wire
 
-    async def write_from(self, source: Source[Item], message_of: Callable[[Sequence[Item]], Any]) -> None:
-        """Sends what a source gives until its last items, as messages. Raises what the source raises."""
+    async def write_from(self, source: Source[Item], message_of: Callable[[Sequence[Item]], Any]) -> int:
+        """Sends what a source gives until its last items, as messages. Returns how many they were.
+
+        Raises what the source raises.
+        """
         changed = asyncio.Event()
         await source.subscribe(changed.set)
-        is_last = False
+        count, is_last = 0, False
         while not is_last:
             await changed.wait()
             changed.clear()
-            items, is_last = source.pull()
+            items, end = source.pull()
+            count, is_last = count + len(items), bool(end)
             if items:
                 await self.write(message_of(items))
+        return count

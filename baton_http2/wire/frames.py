@@ -102,10 +102,10 @@ def settings(values: dict[int, int]) -> bytes:
 
 def header_block(stream_id: int, block: bytes, max_frame: int, *, end_stream: bool) -> bytes:
     """HEADERS, and CONTINUATION for what does not fit into one frame."""
-    flags = END_STREAM if end_stream else 0
-    if len(block) <= max_frame:
-        return HEADER.pack(len(block) << 8 | HEADERS, flags | END_HEADERS, stream_id) + block
-    pieces = [block[at : at + max_frame] for at in range(0, len(block), max_frame)]
+    flags, size = END_STREAM if end_stream else 0, len(block)
+    if size <= max_frame:
+        return HEADER.pack(size << 8 | HEADERS, flags | END_HEADERS, stream_id) + block
+    pieces = [block[at : at + max_frame] for at in range(0, size, max_frame)]
     first, *middle, last = pieces
     return b"".join(
         [

@@ -170,14 +170,17 @@ class ServedCall(CallContext):
         """The way back to the caller: this call itself."""
         return self
 
-    async def write_from(self, source: TokenSource, message_of: Callable[[Sequence[int]], Any]) -> None:
-        """Sends the tokens of a source until its last ones, in the messages that the calls of the stream share."""
+    async def write_from(self, source: TokenSource, message_of: Callable[[Sequence[int]], Any]) -> int:
+        """Sends the tokens of a source until its last ones, in the messages that the calls of the stream share.
+
+        Returns how many they were.
+        """
         del message_of
         if self._is_over:
             raise aio.UsageError("the call is over")
         tokens = self._tokens = CallTokens(self.number, source, is_paused=not self._may_write.is_set())
         try:
-            await self._queue.send(tokens)
+            return await self._queue.send(tokens)
         finally:
             self._tokens = None
 

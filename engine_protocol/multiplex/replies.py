@@ -2,7 +2,7 @@
 
 import asyncio
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Generator, Sequence
+from collections.abc import AsyncIterator, Callable, Generator, Iterator, Sequence
 from typing import Any, Generic, NoReturn, Protocol, TypeVar
 
 from google.protobuf.message import DecodeError
@@ -84,32 +84,33 @@ class MultiplexedCall(AsyncIterator[Response], Generic[Response]):
                 self._reader = None
                 if self._sink is not None:
                     self._link.set_sink(self._number, None)
-        each = self._arrived.popleft()
-        ids: list[int] = []
-        while isinstance(each, int):
-            ids.append(each)
-            if not self._arrived or not isinstance(self._arrived[0], int):
-                break
-            each = self._arrived.popleft()
+        match self._arrived.popleft():
+            case int() as token_id:
+                response = self._of_tokens([token_id, *self._further_tokens()])
+            case message:
+                response = self._parsed(message)
         if self._is_paused and len(self._arrived) <= _RESUME_AT:
             self._is_paused = False
             self._link.pause(self._number, is_paused=False)
-        if isinstance(each, int):
-            return self._of_tokens(ids)
+        return response
+
+    def _further_tokens(self) -> Iterator[int]:
+        while self._arrived and isinstance(self._arrived[0], int):
+            yield self._arrived.popleft()  # type: ignore[misc]  # that int
+
+    def _parsed(self, message: bytes) -> Response:
         try:
-            return self._parse(each)
+            return self._parse(message)
         except DecodeError as error:
             raise InvalidReply(_NO_MESSAGE) from error
 
+    # Not a coroutine: who waits for an answer is resumed through each of them.
     def __await__(self) -> Generator[Any, None, Response]:
-        return self._only().__await__()
-
-    async def _only(self) -> Response:
-        # Not by `__anext__`: the message and the end mostly come together.
+        """The only response. Not by `__anext__`: the message and the end mostly come together."""
         while not self._is_over:
             self._reader = asyncio.get_running_loop().create_future()
             try:
-                await self._reader
+                yield from self._reader
             finally:
                 self._reader = None
         if self._error is not None:
@@ -117,10 +118,7 @@ class MultiplexedCall(AsyncIterator[Response], Generic[Response]):
         last = self._arrived.pop() if self._arrived else None
         if not isinstance(last, bytes):
             raise Unavailable("the call ended without a response")
-        try:
-            return self._parse(last)
-        except DecodeError as error:
-            raise InvalidReply(_NO_MESSAGE) from error
+        return self._parsed(last)
 
     def _raise(self, error: Exception) -> NoReturn:
         """Raises the error that the call has ended with, once: it refers to what it passes through, and that to us."""
@@ -155,9 +153,10 @@ class MultiplexedCall(AsyncIterator[Response], Generic[Response]):
     def push(self, each: int | bytes) -> None:
         """Adds a token that went into no sink, or a response."""
         self._arrived.append(each)
-        if len(self._arrived) >= _PAUSE_AT and not self._is_over:
+        if self._reader is not None:
+            self._wake()
+        elif len(self._arrived) >= _PAUSE_AT and not self._is_over:
             self._pause_or_fail()
-        self._wake()
 
     def end(self, error: Exception | None) -> None:
         """The call is over, with an error or without."""
@@ -180,8 +179,9 @@ class MultiplexedCall(AsyncIterator[Response], Generic[Response]):
             self.fail(InvalidReply(f"more than {_MOST_WAITING} answers came on a call that is paused"))
 
     def _wake(self) -> None:
-        if self._reader is not None and not self._reader.done():
-            self._reader.set_result(None)
+        reader, self._reader = self._reader, None
+        if reader is not None and not reader.done():
+            reader.set_result(None)
             if self._sink is not None:
                 # What comes from now on waits behind what the reader is woken for.
                 self._link.set_sink(self._number, None)

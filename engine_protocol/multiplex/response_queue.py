@@ -29,31 +29,27 @@ class Ended(Protocol):
 
 
 class CallTokens:
-    """The tokens that one call sends. `done` ends with their source, and `has_ended` says so at less cost."""
+    """The tokens that one call sends, `count` so far. `done` ends with them, and `has_ended` says so at less cost."""
 
-    __slots__ = ("call", "done", "has_ended", "is_paused", "source")
+    __slots__ = ("call", "count", "done", "has_ended", "is_paused", "source")
 
     def __init__(self, call: int, source: TokenSource, *, is_paused: bool) -> None:
         self.call = call
         self.source: TokenSource | None = source  # until its end is no longer waited for
         self.is_paused = is_paused
         self.has_ended = False
+        self.count = 0
         self.done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
-    def pull(self) -> Sequence[int]:
-        """The ids since the last time. What the source raises becomes the result of `done`."""
-        if self.source is None or self.has_ended:
-            return ()
-        try:
-            ids, self.has_ended = self.source.pull()
-        except Exception as error:  # of one call, whose servicer raises it: the others of the stream go on
-            self.has_ended = True
-            if not self.done.done():
-                self.done.set_exception(error)
-            return ()
-        if self.has_ended and not self.done.done():
+    def end(self, error: Exception | None = None) -> None:
+        """Notes that the source has given its last ids, or has failed."""
+        self.has_ended = True
+        if self.done.done():
+            return
+        if error is None:
             self.done.set_result(None)
-        return ids
+        else:
+            self.done.set_exception(error)
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,12 +100,13 @@ class ResponseQueue:
         for ended in self._ended:
             ended.record_lost()
 
-    async def send(self, tokens: CallTokens) -> None:
-        """Sends the tokens of a call until the last ones. Raises what their source raises."""
+    async def send(self, tokens: CallTokens) -> int:
+        """Sends the tokens of a call until the last ones. Returns how many. Raises what their source raises."""
         try:
             if tokens.source is not None:
                 await tokens.source.subscribe(partial(self.mark_ready, tokens))
                 await tokens.done
+            return tokens.count
         finally:
             self.forget(tokens)
             # It refers to what it calls when it is ready.
@@ -153,20 +150,34 @@ class ResponseQueue:
             self._writable.clear()
 
     def _pull_tokens(self) -> tuple[list[int], list[int]]:
+        # One loop without a call but the source's: for each token of a step.
         calls: list[int] = []
         all_ids: list[int] = []
-        ready = tuple(self._ready)
+        ready, answered = tuple(self._ready), self._answered
         self._ready.clear()
         for tokens in ready:
-            if tokens.is_paused:
+            source = tokens.source
+            if tokens.is_paused or tokens.has_ended or source is None:
                 continue  # until it is resumed
-            if tokens.call in self._answered:
+            call = tokens.call
+            if answered and call in answered:
                 # Tokens come before the answers of a message, and these come after an answer.
                 self._ready[tokens] = None
                 continue
-            ids = tokens.pull()
-            if tokens.has_ended:
-                self._ending.add(tokens.call)
+            try:
+                ids, end = source.pull()
+            except Exception as error:  # of one call, whose servicer raises it: the others of the stream go on
+                tokens.end(error)
+                self._ending.add(call)
+                continue
+            if end:
+                tokens.end()
+                self._ending.add(call)
+            count = len(ids)
+            tokens.count += count
             all_ids += ids
-            calls += (tokens.call,) * len(ids)
+            if count == 1:
+                calls.append(call)
+            else:
+                calls += (call,) * count
         return calls, all_ids

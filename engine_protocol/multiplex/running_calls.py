@@ -66,7 +66,9 @@ class RunningCalls:
                 continue
             if answer.HasField("status"):
                 del calls[answer.call]
-                self._turns.run(partial(call.end, _error_of(answer.status)))
+                status = answer.status
+                error = None if status.code == _OK else from_rpc_error(FailedStatus(status))
+                self._turns.run(partial(call.end, error))
             else:
                 call.push(answer.message)
 
@@ -152,7 +154,3 @@ class _StepOrder:
             places, of = lists_of[connection]
             places.append(place)
             of.append(sink)
-
-
-def _error_of(status: pb.CallStatus) -> BatonError | None:
-    return from_rpc_error(FailedStatus(status)) if status.code != _OK else None

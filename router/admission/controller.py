@@ -154,7 +154,7 @@ class AdmissionController:
                 await tracking.enter_async_context(self.quotas.track(ctx.qos.account, ctx.stats, requests))
             except (QuotaExceeded, QuotaUnavailable):
                 # A refused request has gone through this stage; others go on to be validated in it.
-                with ctx.timings.measure(timing_pb2.STAGE_ADMISSION):
+                with ctx.stats.timings.measure(timing_pb2.STAGE_ADMISSION):
                     raise
             yield
 
@@ -182,8 +182,14 @@ class AdmissionController:
         queue = self._queue(estimate.model, estimate.role)
         generates = estimate.role == _GENERATING
         ticket = queue.order.ticket(ctx.qos.account, ctx.qos.priority, estimate.prompt_tokens, generates=generates)
-        with ctx.timings.measure(timing_pb2.STAGE_ADMISSION):
-            await self._enter(ctx, estimate, queue, ticket)
+        predicts = self._config.predict_deadlines and ctx.deadline.is_callers
+        if predicts:
+            self._refuse_hopeless(estimate, ctx.deadline, queue.expected_seconds(ticket))
+        if self.quotas.is_unlimited and queue.enter_now(ticket):
+            metrics.QUEUE_SECONDS.observe(0.0)
+            return queue, ticket
+        with ctx.stats.timings.measure(timing_pb2.STAGE_ADMISSION):
+            await self._enter(ctx, estimate, queue, ticket, predicts)
         return queue, ticket
 
     def learn(self, ctx: RequestContext, estimate: RequestEstimate) -> None:
@@ -192,12 +198,9 @@ class AdmissionController:
             self._predictor.learn(estimate, ctx.stats.completion_tokens)
 
     async def _enter(
-        self, ctx: RequestContext, estimate: RequestEstimate, queue: AdmissionQueue, ticket: Ticket
+        self, ctx: RequestContext, estimate: RequestEstimate, queue: AdmissionQueue, ticket: Ticket, predicts: bool
     ) -> None:
         """Waits until the queue counts the request as running."""
-        predicts = self._config.predict_deadlines and ctx.deadline.is_callers
-        if predicts:
-            self._refuse_hopeless(estimate, ctx.deadline, queue.expected_seconds(ticket))
         if self.quotas.is_unlimited:
             await self._take_place(ctx, estimate, queue, ticket, predicts)
             return

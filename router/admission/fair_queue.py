@@ -144,10 +144,13 @@ class FairQueue:
 
     def begin(self, ticket: Ticket) -> None:
         """Counts a request that runs without having waited."""
-        if self.tells_tenants and not ticket.tenant.count:
-            self._lift(ticket.tenant)
-            lane = ticket.tenant.lane
-            lane.floor = max(lane.floor, ticket.tenant.counter)
+        tenant = ticket.tenant
+        if not self.tells_tenants:
+            tenant.running += 1
+            return
+        if not tenant.count:
+            self._lift(tenant)
+            tenant.lane.floor = max(tenant.lane.floor, tenant.counter)
         self._begin(ticket)
 
     def _begin(self, ticket: Ticket) -> None:

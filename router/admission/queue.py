@@ -119,9 +119,10 @@ class AdmissionQueue:
     def enter_now(self, ticket: Ticket) -> bool:
         """Counts a request as running if it need not wait. Returns whether it does; call `leave` at its end."""
         limit = self._limit()
-        self._update(limit)
-        if self.order.count or not self._has_room(limit):
-            return False
+        if limit is not None or self.order.count:
+            self._update(limit)
+            if self.order.count or not self._has_room(limit):
+                return False
         self._running += 1
         self.order.begin(ticket)
         return True
@@ -173,7 +174,9 @@ class AdmissionQueue:
 
     def update(self) -> None:
         """Admits as many requests as the limit allows."""
-        self._update(self._limit())
+        limit = self._limit()
+        if limit is not None or self.order.count or self._outage is not None:
+            self._update(limit)
 
     def _update(self, limit: int | None) -> None:
         self._note_outage(limit == 0)

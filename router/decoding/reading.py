@@ -15,7 +15,7 @@ from router.workers.destinations import report_loan
 from router.workers.handle import WorkerHandle
 from router.workers.replies import check_yielded, reported_logprobs
 from rpc.tracing.span import current_span
-from runtime.clock import perf_counter
+from runtime.clock import perf_counter_ns
 
 
 class DecodeReading:
@@ -33,12 +33,14 @@ class DecodeReading:
             worker, state.ctx, state.routing_request, state.prompt.without_embeddings, state.completion, state.calls
         )
         try:
-            with state.decodes.reading(decode):
-                await self._read_stream(call, timer, decode)
+            state.decodes.add(decode)
+            await self._read_stream(call, timer, decode)
         finally:
+            state.decodes.discard(decode)
             state.stream.lane.detach()
             state.meter.end_call()
-            current_span().set({"baton.completion_tokens": len(state.completion.token_ids) - emitted})
+            if state.stats.timings.is_traced:
+                current_span().set({"baton.completion_tokens": len(state.completion.token_ids) - emitted})
 
     async def _read_stream(self, call: DecodeCall, timer: DecodeTimer, decode: ReadDecode) -> None:
         """Reads a decode stream to its end, or to a stop string, which the worker does not see.
@@ -168,7 +170,7 @@ class DecodeReading:
         prompt_logprobs: generate_pb2.PromptLogprobs | None = None,
     ) -> None:
         """Adds tokens to the answer, and sends their text to the client."""
-        state, started = self._state, perf_counter()
+        state, started = self._state, perf_counter_ns()
         if not state.completion.token_ids:
             await state.ctx.inject("detokenize")
         delta = state.completion.push(token_ids, logprobs)

@@ -61,7 +61,9 @@ class ExecutionState(Waiting):
         self.prompt = prompt
         self.completion = completion
         self.stream = stream
-        self.meter = TokenMeter(ctx.stats, ctx.timings, executor.metrics.latencies(ctx.stats), completion.token_ids)
+        self.meter = TokenMeter(
+            ctx.stats, ctx.stats.timings, executor.metrics.latencies(ctx.stats), completion.token_ids
+        )
         self.calls = WorkerCalls(ctx, prompt.model, completion.sampling, prompt.serialized)
         self.routing_request = RoutingRequest(
             prompt.model,

@@ -36,7 +36,7 @@ class DrawingPipeline:
         ctx.stats.operation = ROLE
         describe = partial(set_image_attributes, request.options)
         await self._path.running.run(ctx, "baton.image", describe, partial(self._answer, ctx, request, send))
-        stages = ctx.timings.message().stages
+        stages = ctx.stats.timings.message().stages
         finished = image_pb2.ImagesFinished(request_id=ctx.request_id, model=ctx.stats.model, timings=stages)
         await send(Response(finished=finished))
 
@@ -49,7 +49,7 @@ class DrawingPipeline:
                 await self._draw(ctx, request, target, send)
 
     async def _validate(self, ctx: RequestContext, request: Request) -> DrawingModel:
-        with ctx.timings.measure(timing_pb2.STAGE_ADMISSION):
+        with ctx.stats.timings.measure(timing_pb2.STAGE_ADMISSION):
             await ctx.inject("admission")
             target = options.find_model(self._path.cluster, request.model)
             ctx.stats.model = target.model.name
@@ -67,7 +67,7 @@ class DrawingPipeline:
         )
         asked.options.ClearField("seed")
         asked.options.ClearField("number")
-        with ctx.timings.measure(timing_pb2.STAGE_DIFFUSE):
+        with ctx.stats.timings.measure(timing_pb2.STAGE_DIFFUSE):
             call = DiffuseCall(path.workers, ctx, asked, lambda event: send(_response(event)))
             await call_with_retries(ctx, path.retries, call)
 

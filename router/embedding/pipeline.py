@@ -126,7 +126,7 @@ class EmbedPipeline:
         response = embed_pb2.EmbedResponse(request_id=ctx.request_id)
         answer = partial(self._answer, ctx, request, response)
         await self._running.run(ctx, "baton.embed", partial(set_embed_attributes, request), answer)
-        response.timings.extend(ctx.timings.message().stages)
+        response.timings.extend(ctx.stats.timings.message().stages)
         return response
 
     async def _answer(
@@ -143,7 +143,7 @@ class EmbedPipeline:
         response.usage.prompt_tokens = tokens
 
     async def _validate(self, ctx: RequestContext, request: embed_pb2.EmbedRequest) -> EmbeddingModel:
-        with ctx.timings.measure(timing_pb2.STAGE_ADMISSION):
+        with ctx.stats.timings.measure(timing_pb2.STAGE_ADMISSION):
             await ctx.inject("admission")
             target = find_model(self._cluster, request.model)
             ctx.stats.model = target.model.name
@@ -156,7 +156,7 @@ class EmbedPipeline:
     async def _tokenize(
         self, ctx: RequestContext, request: embed_pb2.EmbedRequest, target: EmbeddingModel
     ) -> Sequence[generate_pb2.TokenIds]:
-        with ctx.timings.measure(timing_pb2.STAGE_TOKENIZE):
+        with ctx.stats.timings.measure(timing_pb2.STAGE_TOKENIZE):
             await ctx.inject("tokenize")
             if ctx.is_large:
                 return await asyncio.to_thread(tokenize, request, target)
@@ -174,5 +174,5 @@ class EmbedPipeline:
             request.dimensions if request.HasField("dimensions") else None,
             request.normalize if request.HasField("normalize") else None,
         )
-        with ctx.timings.measure(timing_pb2.STAGE_EMBED):
+        with ctx.stats.timings.measure(timing_pb2.STAGE_EMBED):
             return await self._calls.embed(ctx, wanted, texts)

@@ -4,8 +4,7 @@ A decode that has yielded, until the next one of its answer gives a token: where
 """
 
 import asyncio
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -37,7 +36,7 @@ class ReadDecode:
     target: WorkerHandle | None = None
     move: "asyncio.Task[None] | None" = None
     not_before: float = 0.0  # of the monotonic clock: a move has failed
-    ended: asyncio.Event = field(default_factory=asyncio.Event)
+    ended: asyncio.Event | None = None  # for who waits
     span: Span = field(default_factory=current_span)  # of its call
 
     @property
@@ -62,22 +61,27 @@ class ReadDecodes:
     def __init__(self) -> None:
         self.by_worker: dict[WorkerHandle, dict[ReadDecode, None]] = {}
 
-    @contextmanager
-    def reading(self, decode: ReadDecode) -> Iterator[None]:
-        """Lets a decode be moved while the context is open. A move of it that only copies by then ends."""
-        worker = decode.worker
-        if MOVES_DECODES not in worker.record.capabilities:
-            yield
+    def add(self, decode: ReadDecode) -> None:
+        """Lets a decode be moved until it is discarded, if its worker can give it away."""
+        if MOVES_DECODES in decode.worker.record.capabilities:
+            self.by_worker.setdefault(decode.worker, {})[decode] = None
+
+    def discard(self, decode: ReadDecode) -> None:
+        """Notes that a decode is not read any more. A move of it that only copies by then ends."""
+        decodes = self.by_worker.get(decode.worker)
+        if decodes is None or decode not in decodes:
             return
-        decodes = self.by_worker.setdefault(worker, {})
-        decodes[decode] = None
-        try:
-            yield
-        finally:
-            del decodes[decode]
-            if not decodes:
-                del self.by_worker[worker]
+        del decodes[decode]
+        if not decodes:
+            del self.by_worker[decode.worker]
+        if decode.ended is not None:
             decode.ended.set()
+
+    async def ended(self, decode: ReadDecode) -> None:
+        """Waits until a decode is not read any more."""
+        if decode in self.by_worker.get(decode.worker, ()):
+            decode.ended = decode.ended or asyncio.Event()
+            await decode.ended.wait()
             if decode.move is not None and decode.target is None:
                 decode.move.cancel()
 

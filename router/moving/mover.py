@@ -174,7 +174,7 @@ class Mover:
             if move is not None and await move.run():
                 self._moved.setdefault(decode.worker, []).append(monotonic())
                 async with timeout(_YIELDING_SECONDS):
-                    await decode.ended.wait()
+                    await self._decodes.ended(decode)
         except (BatonError, TimeoutError) as error:
             # The stream has not noticed anything, or goes on as after any other failure.
             metrics.MOVES.labels("failed").inc()

@@ -107,9 +107,9 @@ class MultimodalPrompt:
 
     async def with_embeddings(self) -> prompt_pb2.Prompt:
         """The prompt for a worker that computes it, with embeddings that can be read from now on."""
-        await self.embed()
         if not self._media:
             return self._prompt
+        await self.embed()
         whole = prompt_pb2.Prompt()
         whole.CopyFrom(self._prompt)
         for index, span in enumerate(whole.media):
@@ -123,10 +123,10 @@ class MultimodalPrompt:
 
     async def embed(self) -> None:
         """Gets the missing embeddings, and notes them in the request's stats."""
-        if len(self._embeddings) == len(self._media):
+        if not self._media or len(self._embeddings) == len(self._media):
             return
         missing = [index for index in range(len(self._media)) if index not in self._embeddings]
-        with self._ctx.timings.measure_call(timing_pb2.STAGE_ENCODE) as timing:
+        with self._ctx.stats.timings.measure_call(timing_pb2.STAGE_ENCODE) as timing:
             await gather_or_cancel(self._embed(index) for index in missing)
             # Media are encoded in parallel: the last one determined the duration.
             encoded = [ref.worker_id for ref in reversed(self._embeddings.values()) if not ref.was_cached]
@@ -136,6 +136,8 @@ class MultimodalPrompt:
 
     def release(self) -> None:
         """Gives up the embeddings; a later use gets them again."""
+        if not self._embeddings:
+            return
         for ref in self._embeddings.values():
             ref.close()
         self._embeddings.clear()

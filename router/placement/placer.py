@@ -4,7 +4,7 @@ import asyncio
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import NoReturn
+from typing import NamedTuple, NoReturn
 
 from baton.errors import BatonError, LayoutMismatch, NoWorker, Unsupported
 from baton.inference.v1 import generate_pb2, lora_pb2
@@ -31,6 +31,8 @@ class Placer:
         self._policy = policy
         self._hasher = PromptHasher()
         self._eligible: EligibleWorkers[WorkerHandle] = EligibleWorkers()
+        # Those of the last request, by its model and by whether it must run disaggregated.
+        self._usual: dict[tuple[str, bool], _Usual] = {}
         # Once: checking an object against a Protocol takes longer than choosing the workers.
         self._predicting = policy if isinstance(policy, PredictingPolicy) else None
 
@@ -162,9 +164,18 @@ class Placer:
         if not self._wants_prefill(request):
             return Candidates(decode)
         prefill = self._find("prefill", request, lora)
-        if not _is_disaggregated(request):
-            return Candidates(decode, prefill, within=self._within)
-        return self._paired(request, Candidates(decode, prefill, requires_prefill=True, within=self._within))
+        is_disaggregated = _is_disaggregated(request)
+        usual = self._usual.get((request.model, is_disaggregated))
+        # The same objects, as long as no worker changes.
+        if usual is not None and usual.decode is decode and usual.prefill is prefill:
+            return usual.candidates
+        if usual is not None:
+            self._usual.clear()  # also those of models that have gone
+        found = Candidates(decode, prefill, is_disaggregated, self._within)
+        if is_disaggregated:
+            found = self._paired(request, found)
+        self._usual[request.model, is_disaggregated] = _Usual(decode, prefill, found)
+        return found
 
     def _paired(self, request: RoutingRequest, candidates: Candidates[WorkerHandle]) -> Candidates[WorkerHandle]:
         """Leaves out the decode workers that no prefill worker can hand over to. Raises LayoutMismatch, and NoWorker
@@ -176,7 +187,6 @@ class Placer:
                 raise LayoutMismatch(mismatch)
             constraints = _prefill_constraints(candidates.decode[0], request, frozenset(), self._within)
             _raise_none(constraints, self._filter(constraints))
-        # Not `replace`: it takes nine calls, and each disaggregated request is paired.
         return Candidates(paired, candidates.prefill, candidates.requires_prefill, candidates.within)
 
     def _raise_lacking(self, request: RoutingRequest) -> None:
@@ -215,6 +225,14 @@ class Placer:
 
     def _filter(self, constraints: Constraints) -> Filtered[WorkerHandle]:
         return filter_workers(self._cluster.workers, constraints)
+
+
+class _Usual(NamedTuple):
+    """The candidates that were found among the eligible workers of both roles."""
+
+    decode: tuple[WorkerHandle, ...]
+    prefill: tuple[WorkerHandle, ...]
+    candidates: Candidates[WorkerHandle]
 
 
 def _left_out(role: str, filtered: Filtered[WorkerHandle]) -> Iterator[str]:

@@ -27,6 +27,7 @@ from discovery.record import nearness
 from router.context import RequestContext
 from router.recording.notes import AnswerNotes, AttemptNote, PlacementNote
 from router.routing.policy import Prediction, W
+from router.telemetry.stages import add_stages
 from runtime.entropy import token_hex
 
 _MOST_CANDIDATES = 8
@@ -158,8 +159,7 @@ class RecordMaker:
             held_bytes=note.held_bytes,
             held_blocks=note.held_blocks,
         )
-        for stage in note.stages:
-            stage.fill(attempt.stages.add())
+        add_stages(attempt.stages.add, note.stages)
         return attempt
 
     def _message(self, error: BaseException | None) -> str:

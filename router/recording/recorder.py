@@ -75,7 +75,7 @@ class Recorder:
         cause = ctx.notes.cause or self._cause(ctx)
         if not cause:
             return
-        arrived_ns = wall_time_ns() - round(ctx.timings.total_seconds * 1e9)
+        arrived_ns = wall_time_ns() - round(ctx.stats.timings.total_seconds * 1e9)
         ended = Ended(ctx, ctx.notes, cause, error, arrived_ns)
         if self._waiting.full() or self._waiting_bytes + ended.size > self._config.max_bytes:
             metrics.RECORDS_DROPPED.labels("busy").inc()
@@ -107,7 +107,7 @@ class Recorder:
         return found
 
     def _cause(self, ctx: RequestContext) -> record_pb2.RecordCause.ValueType:
-        config, timings = self._config, ctx.timings
+        config, timings = self._config, ctx.stats.timings
         if config.failed and outcome_of(ctx.stats.outcome) == "failed":
             return record_pb2.RECORD_CAUSE_FAILED
         first = timings.first_token_seconds or 0.0

@@ -89,7 +89,7 @@ class Resumer:
             ctx, reply = self._context(request, answers, timings), reply_to(answers[0].record)
             describe = partial(set_adopted_attributes, ctx.request)
             answer = partial(self._answer_adopted, answers, ctx, reply)
-            ended = partial(end_reply, reply, ctx.timings)
+            ended = partial(end_reply, reply, ctx.stats.timings)
             await self._pipeline.running.run(ctx, "baton.resume", describe, answer, ended)
         return True
 

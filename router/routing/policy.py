@@ -169,16 +169,22 @@ def needed_capabilities(request: generate_pb2.GenerateRequest) -> tuple[str, ...
 
 @dataclass(slots=True)
 class Candidates(Generic[W]):
-    """The workers that are able to run a request now. There is at least one that decodes."""
+    """The workers that are able to run a request now. There is at least one that decodes. Nothing changes it."""
 
     decode: Sequence[W]
     prefill: Sequence[W] = ()  # empty if the decode worker is to run the prompt
     requires_prefill: bool = False  # then each decode worker has at least one prefill worker
     within: Domain | None = None  # which handoffs must not leave
+    # The pairs that were asked for, by the decode worker's `id`: many requests have the same candidates.
+    _paired: dict[int, tuple[W, list[W]]] = field(default_factory=dict, init=False, repr=False, compare=False)
 
-    def prefill_for(self, decode: W) -> list[W]:
+    def prefill_for(self, decode: W) -> Sequence[W]:
         """The prefill workers that can hand over to this decode worker, as `can_hand_over` says."""
-        return [worker for worker in self.prefill if can_hand_over(worker.record, decode.record, self.within)]
+        paired = self._paired.get(id(decode))
+        if paired is None:
+            able = [worker for worker in self.prefill if can_hand_over(worker.record, decode.record, self.within)]
+            paired = self._paired[id(decode)] = decode, able
+        return paired[1]
 
     def allow(self, decode: W, prefill: W | None) -> bool:
         """True if the request can run on these two, or on the decode worker alone if `prefill` is None."""
@@ -186,7 +192,7 @@ class Candidates(Generic[W]):
             return False
         if prefill is None:
             return not self.requires_prefill
-        return prefill in self.prefill and can_hand_over(prefill.record, decode.record, self.within)
+        return prefill in self.prefill_for(decode)
 
 
 class PeerPlan(NamedTuple):

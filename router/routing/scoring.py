@@ -5,8 +5,7 @@ Prefers workers that have a request's adapter in memory, while they are not much
 
 import hashlib
 import statistics
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Generic, TypeVar
 
@@ -94,21 +93,20 @@ class Ranks:
         self._requests = [0] * len(self._keys)
         self._turn = 0
 
-    @contextmanager
-    def taking(self, session_key: str, chosen: int | None = None) -> Iterator[int | None]:
-        """A rank for a request, which counts as its load while the context is open. None if there is only one.
+    def begin(self, session_key: str, chosen: int | None = None) -> int | None:
+        """A rank for a request, which counts as its load until `end`. None if there is only one.
 
         `chosen` is the rank that the policy has chosen, if it has.
         """
         if len(self._keys) == 1:
-            yield None
-            return
+            return None
         rank = self._pick(session_key) if chosen is None else chosen
         self._requests[rank] += 1
-        try:
-            yield rank
-        finally:
-            self._requests[rank] -= 1
+        return rank
+
+    def end(self, rank: int) -> None:
+        """Notes the end of a request on a rank."""
+        self._requests[rank] -= 1
 
     def _pick(self, session_key: str) -> int:
         self._turn += 1

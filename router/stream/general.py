@@ -82,9 +82,9 @@ class UnsentAnswer:
         if not self._is_due:
             self._check_due()
 
-    def finish(self, text: str, fill_finished: FillFinished) -> None:
-        """Adds the last text and the last message."""
-        self._text += text
+    def finish(self, last: TokenDelta, fill_finished: FillFinished) -> None:
+        """Adds what was held back until now, and the last message."""
+        self.add(last)
         self._fill_finished = fill_finished
         self.set_due()
 

@@ -138,9 +138,9 @@ class ClientLane:
         self._unsent.add(delta)
         self._send()
 
-    def finish(self, text: str, fill_finished: FillFinished) -> None:
-        """Sends the last text and the last message."""
-        self._unsent.finish(text, fill_finished)
+    def finish(self, last: TokenDelta, fill_finished: FillFinished) -> None:
+        """Sends what was held back until now, and the last message."""
+        self._unsent.finish(last, fill_finished)
         self._send()
 
     def flush(self) -> None:

@@ -135,8 +135,8 @@ class TokenMeter:
         assert self._timer is not None
         self._timer.got_tokens(count)
 
-    def detokenized(self, started: float, count: int) -> None:
-        """Counts tokens of a response that were turned into text since `started`, of time.perf_counter."""
+    def detokenized(self, started: int, count: int) -> None:
+        """Counts tokens of a response that were turned into text since `started`, of time.perf_counter_ns."""
         if self._pushed_at is not None:
             self.settle()
         self._stats.completion_tokens = len(self._token_ids)

@@ -50,7 +50,7 @@ class StreamWriter:
         self.lane = ClientLane(request_id, reply, self._unsent, max_waiting_tokens, self._start_task)
         self._closed = False
         self._task: asyncio.Task[None] | None = None
-        self._wake = asyncio.Event()
+        self._wake: asyncio.Event | None = None  # of the task
         self._writable: asyncio.Event | None = None  # for who waits
 
     async def __aenter__(self) -> Self:
@@ -99,22 +99,22 @@ class StreamWriter:
         if self._task is not None and not self.lane.is_writable:
             await self._wait_until_writable(self._task)
 
-    def finish(self, text: str, fill_finished: FillFinished) -> None:
-        """Adds the last text and the last message."""
-        self.lane.finish(text, fill_finished)
+    def finish(self, last: TokenDelta, fill_finished: FillFinished) -> None:
+        """Adds what was held back until now, and the last message."""
+        self.lane.finish(last, fill_finished)
 
     # The task that writes to a client that is behind.
 
     def _start_task(self) -> None:
         self.lane.fall_behind()
-        if self._task is None:
+        if self._task is None or self._wake is None:
             # The time before this was spent waiting for tokens, not for the client.
-            self._written_at = self._clock()
-            self._task = asyncio.create_task(self._write_waiting())
+            self._written_at, self._wake = self._clock(), asyncio.Event()
+            self._task = asyncio.create_task(self._write_waiting(self._wake))
             self._task.add_done_callback(forget_cancellation)
         self._wake.set()
 
-    async def _write_waiting(self) -> None:
+    async def _write_waiting(self, wake: asyncio.Event) -> None:
         is_done = False
         try:
             while not is_done:
@@ -125,8 +125,8 @@ class StreamWriter:
                 elif self._closed:
                     is_done = True
                 else:
-                    self._wake.clear()
-                    await self._wake.wait()
+                    wake.clear()
+                    await wake.wait()
         finally:
             if not is_done:
                 self.lane.lose()

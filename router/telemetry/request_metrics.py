@@ -1,19 +1,15 @@
 """Measures requests for Prometheus: inter-token latency as tokens come, everything else at the end."""
 
 from functools import cache, lru_cache, partial
-from types import TracebackType
 from typing import Protocol
 
 from baton.enum_names import UNKNOWN, value_name
 from baton.inference.v1 import sampling_pb2, timing_pb2
 from router.telemetry import metrics
-from router.telemetry.spans import set_result_attributes
 from router.telemetry.stages import name_of
 from router.telemetry.stats import GENERATE, RequestStats
 from rpc.status import OK, outcome_of
-from rpc.tracing.span import current_span
 from runtime.frequent_metrics import Count
-from runtime.logs import add_log_fields
 
 # Bounds of the request classes, in prompt tokens. Requests with images have a class of their own.
 _SHORT_TOKENS = 1024
@@ -98,30 +94,6 @@ class RecordedMetrics:
             series.time_first_token(stats)
             if stats.outcome == OK:
                 series.time(stats)
-
-
-class record_request:  # noqa: N801  # reads as a function: `with record_request(...):`
-    """Measures a request while the context is open; at the end fills its span and the log line of its call."""
-
-    __slots__ = ("_call_id", "_metrics", "_stats")
-
-    def __init__(self, stats: RequestStats, call_id: str, metrics: RequestMetrics) -> None:
-        self._stats = stats
-        self._call_id = call_id
-        self._metrics = metrics
-
-    def __enter__(self) -> None:
-        add_log_fields(request_id=self._stats.request_id, call_id=self._call_id)
-        self._metrics.begin()
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        stats = self._stats
-        stats.record_end(error)
-        self._metrics.end(stats)
-        set_result_attributes(stats, current_span())
-        add_log_fields(**stats.log_fields())
 
 
 class MeasuredLatencies:

@@ -1,4 +1,4 @@
-"""The attributes of a router's spans: OpenTelemetry's for generative AI, and the request's result."""
+"""The attributes of a router's spans that are recorded: OpenTelemetry's for generative AI, and the request's result."""
 
 from baton.enum_names import value_name
 from baton.inference.v1 import embed_pb2, generate_pb2, image_pb2, sampling_pb2
@@ -16,8 +16,6 @@ _FINISH_REASONS = {
 
 def set_request_attributes(request: generate_pb2.GenerateRequest, span: Span) -> None:
     """Sets the parameters of the request. Its text is never recorded."""
-    if not span.is_recording:
-        return
     attributes: dict[str, AttributeValue] = {
         "gen_ai.operation.name": "chat" if request.HasField("chat") else "text_completion",
         "gen_ai.provider.name": "baton",
@@ -41,14 +39,11 @@ def set_request_attributes(request: generate_pb2.GenerateRequest, span: Span) ->
 def set_adopted_attributes(request: generate_pb2.GenerateRequest, span: Span) -> None:
     """Sets what is known of a request that goes on here, after another router or connection."""
     set_request_attributes(request, span)
-    if span.is_recording:
-        span.set({"baton.is_adopted": True})
+    span.set({"baton.is_adopted": True})
 
 
 def set_embed_attributes(request: embed_pb2.EmbedRequest, span: Span) -> None:
     """Sets the parameters of a request for embeddings. Its texts are never recorded."""
-    if not span.is_recording:
-        return
     attributes: dict[str, AttributeValue] = {
         "gen_ai.operation.name": "embeddings",
         "gen_ai.provider.name": "baton",
@@ -61,8 +56,6 @@ def set_embed_attributes(request: embed_pb2.EmbedRequest, span: Span) -> None:
 
 def set_image_attributes(options: image_pb2.ImageOptions, span: Span) -> None:
     """Sets the parameters of a request for pictures. Its prompts are never recorded."""
-    if not span.is_recording:
-        return
     attributes: dict[str, AttributeValue] = {
         "gen_ai.operation.name": "generate_content",
         "gen_ai.output.type": "image",
@@ -76,8 +69,6 @@ def set_image_attributes(options: image_pb2.ImageOptions, span: Span) -> None:
 
 def set_result_attributes(stats: RequestStats, span: Span) -> None:
     """Sets the result of the request, at its end."""
-    if not span.is_recording:
-        return
     stats.timings.trace_detokenizing(span)
     facts: dict[str, AttributeValue | None] = {
         "gen_ai.request.model": stats.model,

@@ -87,17 +87,17 @@ class Timings:
         self._stages += stages
         return stages
 
-    def detokenized(self, started: float) -> float:
-        """Notes that tokens were turned into text between `started`, of time.perf_counter, and now.
+    def detokenized(self, started: int) -> float:
+        """Notes that tokens were turned into text between `started`, of time.perf_counter_ns, and now.
 
         Returns the seconds since the previous tokens, or since the call's arrival for the first ones.
         """
         text = self._text
         if text.first_at is not None:
-            return text.add(perf_counter_ns() - _ns(started))
-        text.add_first(_ns(started))
+            return text.add(perf_counter_ns() - started)
+        text.add_first(started)
         if self._call is not None:
-            self._call.first_token_came(_ns(started))
+            self._call.first_token_came(started)
         return (text.ended - self._started) / 1e9
 
     def detokenized_for(self, nanoseconds: int) -> float:

@@ -14,7 +14,7 @@ from router.text.stop_strings import Stopped, StopStrings
 _BY_TOKEN = (sampling_pb2.FINISH_REASON_END_OF_SEQUENCE, sampling_pb2.FINISH_REASON_STOP_TOKEN)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)  # not frozen: each message has one, and freezing takes a call for each field
 class TokenDelta:
     """The addition of new ids to the output."""
 
@@ -63,9 +63,9 @@ class Completion:
         markers = parser.markers if parser else ()
         self._detokenizer = tokenizer.detokenizer(keep_special, markers) if tokenizer else None
         self._special = tokenizer.is_special if tokenizer and keep_special else None
-        self._stop_strings = StopStrings(request.stopping.stop, request.stopping.include_stop)
-        self._has_stop_strings = bool(request.stopping.stop)
         self._include_stop = request.stopping.include_stop
+        stop = request.stopping.stop
+        self._stop_strings = StopStrings(stop, self._include_stop) if stop else None
         self._is_guided = sampling.HasField("guided")
         self._stop_ids = frozenset(sampling.stop.stop_token_ids)
         ignores_eos = sampling.stop.ignore_eos and not self._is_guided
@@ -76,14 +76,9 @@ class Completion:
         # A card may not say how many tokens there are.
         self._vocab_size = model.limits.vocab_size or 2**32
         self._has_logprobs = sampling.HasField("logprobs")
-        self._finished: Finish | None = None
+        self.finished: Finish | None = None  # why it ended; None while it grows
         self.has_overrun = False  # whether ids came beyond its end, together with those before it
         self.token_ids: list[int] = []
-
-    @property
-    def finished(self) -> Finish | None:
-        """Why it ended; None while it grows."""
-        return self._finished
 
     def push(self, token_ids: Sequence[int], logprobs: Sequence[sampling_pb2.TokenLogprob]) -> TokenDelta:
         """Adds ids, and returns what can be sent. Finishes the completion if a stop condition is met.
@@ -93,7 +88,7 @@ class Completion:
         """
         count = len(token_ids)
         largest = token_ids[0] if count == 1 else max(token_ids, default=0)
-        if self._finished is not None or self._has_logprobs or largest >= self._vocab_size:
+        if self.finished is not None or self._has_logprobs or largest >= self._vocab_size:
             self._check(token_ids, logprobs)
         elif logprobs:
             logprobs = ()
@@ -102,13 +97,13 @@ class Completion:
             if kept < count:
                 self.has_overrun = True
                 token_ids, logprobs = token_ids[:kept], logprobs[:kept]
-        if not self._has_stop_strings:
+        if self._stop_strings is None:
             return self._delta(self._push(token_ids), token_ids, logprobs)
         # A stop string ends the output at a token: the tokens after it must not count.
         text = ""
         for count, token_id in enumerate(token_ids, start=1):
             text += self._push((token_id,))
-            if self._finished:
+            if self.finished:
                 return self._delta(text, token_ids[:count], logprobs[:count])
         return self._delta(text, token_ids, logprobs)
 
@@ -120,7 +115,7 @@ class Completion:
     @property
     def is_plain(self) -> bool:
         """True if the next token of `serialized` that ends nothing can be added to `token_ids` without `push_token`."""
-        is_open = not self._has_stop_strings and self._finished is None
+        is_open = self._stop_strings is None and self.finished is None
         return is_open and self._detokenizer is not None and self._detokenizer.is_whole
 
     @property
@@ -132,9 +127,9 @@ class Completion:
     def push_token(self, token_id: int) -> str:
         """Adds one id, without its log probability, and returns the text that can be sent. Otherwise as `push`."""
         ids = self.token_ids
-        if self._finished is not None or token_id >= self._vocab_size:
+        if self.finished is not None or token_id >= self._vocab_size:
             self._check((token_id,), ())
-        if self._has_stop_strings or token_id in self.ending_ids or len(ids) + 1 >= self.max_tokens:
+        if self._stop_strings is not None or token_id in self.ending_ids or len(ids) + 1 >= self.max_tokens:
             return self._push((token_id,))
         ids.append(token_id)
         return self._detokenizer.push_one(token_id) if self._detokenizer else ""
@@ -143,7 +138,7 @@ class Completion:
         """Raises InvalidReply for ids that `push` does not add."""
         if not token_ids:
             return
-        if self._finished is not None:
+        if self.finished is not None:
             raise InvalidReply(f"{len(token_ids)} tokens came after the end of the answer")
         if max(token_ids) >= self._vocab_size:
             raise InvalidReply(f"token {max(token_ids)} is not in the vocabulary of {self._vocab_size}")
@@ -169,10 +164,10 @@ class Completion:
 
     def finish(self, reason: sampling_pb2.FinishReason.ValueType, stop_string: str = "") -> Finish:
         """Ends the completion. Returns the first finish: later ones change nothing."""
-        if self._finished is None:
+        if self.finished is None:
             stop_token_id = self.token_ids[-1] if reason in _BY_TOKEN and self.token_ids else None
-            self._finished = Finish(reason, stop_string, stop_token_id)
-        return self._finished
+            self.finished = Finish(reason, stop_string, stop_token_id)
+        return self.finished
 
     def flush(self) -> TokenDelta:
         """The text that was held back, once the completion has finished."""
@@ -190,38 +185,42 @@ class Completion:
         if self._parser is None:
             return TokenDelta(text, token_ids, logprobs)
         parsed = self._parser.push(text)
-        if self._parser.has_ended and self._finished is None:
-            self._finished = Finish(sampling_pb2.FINISH_REASON_END_OF_SEQUENCE, is_by_call=True)
+        if self._parser.has_ended and self.finished is None:
+            self.finished = Finish(sampling_pb2.FINISH_REASON_END_OF_SEQUENCE, is_by_call=True)
         parts = (parsed.reasoning, parsed.tool_calls)
         return TokenDelta(parsed.text, token_ids, logprobs, *parts, call_deltas=parsed.call_deltas)
 
     def _held_back_text(self) -> str:
-        is_cut = self._finished is not None and self._finished.reason == sampling_pb2.FINISH_REASON_STOP_STRING
+        is_cut = self.finished is not None and self.finished.reason == sampling_pb2.FINISH_REASON_STOP_STRING
         if is_cut or self._detokenizer is None:
             return ""
-        tail = self._stop_strings.push(self._detokenizer.flush(), may_stop=False)
-        assert isinstance(tail, str)
-        return tail + self._stop_strings.flush()
+        tail = self._detokenizer.flush()
+        if self._stop_strings is None:
+            return tail
+        released = self._stop_strings.push(tail, may_stop=False)
+        assert isinstance(released, str)
+        return released + self._stop_strings.flush()
 
     def _push(self, token_ids: Sequence[int]) -> str:
         self.token_ids += token_ids
-        last = token_ids[-1] if token_ids else -1
-        may_stop = len(self.token_ids) >= self._min_tokens
+        last, length = token_ids[-1] if token_ids else -1, len(self.token_ids)
+        may_stop = length >= self._min_tokens
         # A grammar allows the end of the sequence only where the answer must or may end.
-        reason = self._stop_reason(last) if may_stop or (self._is_guided and last in self._eos_ids) else None
-        text = self._text(token_ids[:-1] if reason and not self._is_shown(last) else token_ids)
-        released = self._stop_strings.push(text, may_stop)
-        if isinstance(released, Stopped):
-            self.finish(sampling_pb2.FINISH_REASON_STOP_STRING, released.stop_string)
-            return released.text
+        is_end = last in self.ending_ids and (may_stop or (self._is_guided and last in self._eos_ids))
+        reason = self._stop_reason(last) if is_end else None
+        shown = token_ids[:-1] if reason and not self._is_shown(last) else token_ids
+        text = self._detokenizer.push(shown) if self._detokenizer else ""
+        if self._stop_strings is not None:
+            released = self._stop_strings.push(text, may_stop)
+            if isinstance(released, Stopped):
+                self.finish(sampling_pb2.FINISH_REASON_STOP_STRING, released.stop_string)
+                return released.text
+            text = released
         if reason:
             self.finish(reason)
-        elif len(self.token_ids) >= self.max_tokens:
+        elif length >= self.max_tokens:
             self.finish(sampling_pb2.FINISH_REASON_LENGTH)
-        return released
-
-    def _text(self, token_ids: Sequence[int]) -> str:
-        return self._detokenizer.push(token_ids) if self._detokenizer else ""
+        return text
 
     def _stop_reason(self, token_id: int) -> sampling_pb2.FinishReason.ValueType | None:
         if token_id in self._stop_ids:

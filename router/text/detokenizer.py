@@ -92,9 +92,10 @@ class Detokenizer:
 
     def push(self, ids: Sequence[int]) -> str:
         """The text that `ids` complete; empty while a character is incomplete."""
-        if len(ids) > _MOST_TOGETHER:
-            return "".join(map(self.push_one, ids))
-        return self.push_one(ids[0]) if len(ids) == 1 else self._push(ids)
+        count = len(ids)
+        if count == 1:
+            return self.push_one(ids[0])
+        return "".join(map(self.push_one, ids)) if count > _MOST_TOGETHER else self._push(ids)
 
     def _push(self, ids: Sequence[int]) -> str:
         shown = [token_id for token_id in ids if token_id not in self._skipped]
@@ -119,7 +120,7 @@ class Detokenizer:
         """The rest of the text, with U+FFFD for bytes that form no character."""
         if self._characters:
             self._window += self._characters.flush()
-        return self._emit_whole(self._decode(self._window))
+        return self._emit_whole(self._decode(self._window)) if self._window else ""
 
     def _emit(self, text: str, end: int) -> str:
         piece = text[self._sent : end]

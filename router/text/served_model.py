@@ -1,5 +1,6 @@
 """A model as the router serves it: tokenizer, limits and capabilities, from a worker's model card."""
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -66,11 +67,14 @@ class ServedModel:
 
     def check_length(self, field: str, length: int, violations: Violations) -> None:
         """Notes a text of so many characters that the model's context never holds it."""
-        if self.tokenizer is None:
-            return
-        most = self.limits.max_context_tokens * self.tokenizer.longest_token
-        text = f"has {length} characters; the context of the model never holds more than {most}"
-        violations.require(length <= most, field, text)
+        most = self.most_characters
+        if length > most:
+            violations.add(field, f"has {length} characters; the context of the model never holds more than {most}")
+
+    @property
+    def most_characters(self) -> float:
+        """The most characters that a context can hold."""
+        return math.inf if self.tokenizer is None else self.limits.max_context_tokens * self.tokenizer.longest_token
 
     @property
     def features(self) -> Sequence[str]:

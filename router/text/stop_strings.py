@@ -27,8 +27,6 @@ class StopStrings:
 
     def push(self, text: str, may_stop: bool) -> str | Stopped:
         """The text that can be sent now, or the match. Without `may_stop`, stop strings are ordinary text."""
-        if not self._strings:
-            return text
         searched = len(self._held)
         waiting = self._held + text
         if may_stop and (stopped := self._search(waiting, searched)):

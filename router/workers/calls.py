@@ -2,7 +2,7 @@
 
 import asyncio
 from collections.abc import Awaitable, Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, TypeVar
@@ -36,13 +36,11 @@ from router.workers.serialized_prompt import SerializedPrompt
 from router.workers.spans import prefill_attributes, worker_attributes
 from router.workers.watching.waiting_calls import Waiting
 from rpc.channels import best_effort
-from rpc.tracing.span import Span, optional_attempt, stage_span
+from rpc.tracing.span import NO_SPAN, Span, optional_attempt, stage_span
 
 # Another worker may succeed. Errors about the request itself are never among these.
 RETRYABLE = (Unavailable, Overloaded, EngineFailed)
 Answer = TypeVar("Answer")
-
-_ONLY_RANK: AbstractContextManager[None] = nullcontext()
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,7 +106,7 @@ class WorkerCalls:
             data_parallel_rank=placement.decode_rank,
             prefill_address=prefill.record.address,
         )
-        seconds, metadata = self._ctx.deadline.remaining_seconds, self._metadata(1)
+        seconds, metadata = self._ctx.deadline.remaining_seconds, self._ctx.worker_metadata(1)
         try:
             with _Calling(self._ctx, timing_pb2.STAGE_HANDOFF_WAIT, "allocate", worker, 0):
                 asked = self._with_prompt(request, prompt)
@@ -135,7 +133,7 @@ class WorkerCalls:
             prefill_address=prefill.record.address,
         )
         # Faults are planned for the attempt to decode that follows.
-        seconds, metadata = self._ctx.deadline.remaining_seconds, self._metadata(self._decodes + 1)
+        seconds, metadata = self._ctx.deadline.remaining_seconds, self._ctx.worker_metadata(self._decodes + 1)
         with (
             worker.keep_open(),
             stage_span("prefetch", worker_attributes(worker), kind=SpanKind.CLIENT) as span,
@@ -159,15 +157,12 @@ class WorkerCalls:
         `sent` is called when the worker has the request, before its answer.
         """
         tokens, prompts = len(prompt.token_ids), worker.latency.prompts
-        with (
-            _Calling(self._ctx, timing_pb2.STAGE_PREFILL_COMPUTE, "prefill", worker, tokens) as calling,
-            self._rank(worker, placement.rank) as rank,
-        ):
+        with _Calling(self._ctx, timing_pb2.STAGE_PREFILL_COMPUTE, "prefill", worker, tokens) as calling:
             request = prefill_pb2.PrefillRequest(
                 request_id=self._ctx.call_id,
                 model=self._model,
                 reader=placement.decode.record.certificate,
-                data_parallel_rank=rank,
+                data_parallel_rank=calling.begin_rank(placement.rank),
                 destination=destination.message if destination else None,
                 prefix_source=prefix_source(placement, worker),
             )
@@ -175,7 +170,7 @@ class WorkerCalls:
             request.sampling.CopyFrom(self._sampling)
             asked = self._with_prompt(request, prompt)
             self._prefills += 1
-            seconds, metadata = self._ctx.deadline.remaining_seconds, self._metadata(self._prefills)
+            seconds, metadata = self._ctx.deadline.remaining_seconds, self._ctx.worker_metadata(self._prefills)
             is_done = False
             work = prompts.begin(tokens)
             try:
@@ -211,15 +206,12 @@ class WorkerCalls:
     ) -> None:
         """Decodes from a handoff, or from the prompt and the ids emitted so far, while `read` reads the call."""
         worker, tokens = placement.decode, 0 if handoff else len(prompt.token_ids)
-        with (
-            _Calling(self._ctx, timing_pb2.STAGE_DECODE, "decode", worker, tokens) as calling,
-            self._rank(worker, placement.decode_rank) as rank,
-        ):
+        with _Calling(self._ctx, timing_pb2.STAGE_DECODE, "decode", worker, tokens) as calling:
             request = decode_pb2.DecodeRequest(
                 request_id=self._ctx.call_id,
                 model=self._model,
                 emitted=emitted,
-                data_parallel_rank=rank,
+                data_parallel_rank=calling.begin_rank(placement.decode_rank),
                 destination_id=destination.message.destination_id if destination else "",
                 prefix_source=None if handoff else prefix_source(placement, worker),
             )
@@ -233,7 +225,7 @@ class WorkerCalls:
                 request.keep.CopyFrom(self._keep)
                 request.keep.hop, self._attachment = self._decodes, 1
                 self.reader = 1
-            seconds, metadata = self._ctx.deadline.remaining_seconds, self._metadata(self._decodes)
+            seconds, metadata = self._ctx.deadline.remaining_seconds, self._ctx.worker_metadata(self._decodes)
             asked = self._with_prompt(request, prompt)
             call: Any = worker.decode.Decode(asked, timeout=seconds, metadata=metadata)
             with worker.calls.interruptible(waiting):
@@ -294,19 +286,10 @@ class WorkerCalls:
         )
         await best_effort(lambda seconds: owner.handoff.Release(request, timeout=seconds), healthy=not owner.problem)
 
-    def _rank(self, worker: WorkerHandle, chosen: int | None) -> AbstractContextManager[int | None]:
-        """A data-parallel rank of the worker while the context is open; None if it has only one."""
-        if worker.record.data_parallel_ranks <= 1:
-            return _ONLY_RANK
-        return worker.ranks.taking(self._ctx.request.routing.session_key, chosen)
-
     @property
     def next_metadata(self) -> tuple[tuple[str, str | bytes], ...]:
         """The metadata of a call before the next decode."""
-        return self._metadata(self._decodes + 1)
-
-    def _metadata(self, attempt: int) -> tuple[tuple[str, str | bytes], ...]:
-        return (*self._ctx.worker_metadata(attempt), *self._ctx.qos.metadata())
+        return self._ctx.worker_metadata(self._decodes + 1)
 
 
 class _Calling:
@@ -315,7 +298,7 @@ class _Calling:
     Not a generator, and not five of them: each takes eight calls, and a request makes two calls to workers.
     """
 
-    __slots__ = ("_ctx", "_entered", "_name", "_stage", "_tokens", "_worker", "note", "span", "timing")
+    __slots__ = ("_ctx", "_entered", "_name", "_rank", "_stage", "_tokens", "_worker", "note", "span", "timing")
 
     timing: CallTiming
     span: Span
@@ -329,34 +312,48 @@ class _Calling:
         self._name = name
         self._worker = worker
         self._tokens = tokens
+        self._rank: int | None = None  # of the worker, if it has several
+        self._entered: stage_span | None = None  # if the request is traced
+        self.span = NO_SPAN
 
     def __enter__(self) -> Self:
-        worker = self._worker
+        worker, timings = self._worker, self._ctx.stats.timings
         # Keeps the worker's channel open, too.
         self._ctx.cancellation.add_worker(worker)
-        self.timing = self._ctx.timings.begin_call(self._stage, worker.record.worker_id)
-        self._entered = stage_span(self._name, kind=SpanKind.CLIENT)
-        self.span = self._entered.__enter__()
-        if self.span.is_recording:
-            self.span.set(worker_attributes(worker))
+        self.timing = timings.begin_call(self._stage, worker.record.worker_id)
+        if timings.is_traced:
+            self._entered = stage_span(self._name, kind=SpanKind.CLIENT)
+            self.span = self._entered.__enter__()
+            if self.span.is_recording:
+                self.span.set(worker_attributes(worker))
         worker.add_load(self._tokens)
         notes = self._ctx.notes
         self.note = notes.began(self._name, worker.record) if notes is not None else None
         return self
+
+    def begin_rank(self, chosen: int | None) -> int | None:
+        """A data-parallel rank of the worker until the end of the call; None if it has only one."""
+        worker = self._worker
+        if worker.record.data_parallel_ranks > 1:
+            self._rank = worker.ranks.begin(self._ctx.request.routing.session_key, chosen)
+        return self._rank
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         ctx, worker = self._ctx, self._worker
         worker.remove_load(self._tokens)
-        self._entered.__exit__(kind, error, trace)
-        stages = ctx.timings.end_call(self.timing)
+        if self._rank is not None:
+            worker.ranks.end(self._rank)
+        if self._entered is not None:
+            self._entered.__exit__(kind, error, trace)
+        stages = ctx.stats.timings.end_call(self.timing)
         if self.note is not None and ctx.notes is not None:
             ctx.notes.ended(self.note, stages, error)
         if isinstance(error, BatonError):
             found = of_worker(error, ctx.deadline.remaining_seconds)
             if isinstance(found, DeadlineExceeded):
-                raise ctx.deadline.exceeded(ctx.timings.stage_name, worker.record.worker_id) from None
+                raise ctx.deadline.exceeded(ctx.stats.timings.stage_name, worker.record.worker_id) from None
             _annotate(found, name_of(self._stage), worker)
             if found is not error:
                 raise found from error

@@ -166,8 +166,9 @@ class WorkerHandle:
 
     def add_user(self) -> None:
         """Keeps the channel open until `remove_user`."""
+        if not self._users:
+            self._idle.clear()
         self._users += 1
-        self._idle.clear()
 
     def remove_user(self) -> None:
         """Undoes `add_user`."""

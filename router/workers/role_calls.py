@@ -84,7 +84,7 @@ async def _attempt(
     ctx: RequestContext, retries: Retries, call: RoleCall[Result], worker: WorkerHandle, attempts: Attempts
 ) -> Result:
     call_id = call.begin(worker)
-    metadata = (*ctx.worker_metadata(attempts.number), *ctx.qos.metadata())
+    metadata = ctx.worker_metadata(attempts.number)
     with (
         annotate_worker_errors(call.role, worker, ctx),
         stage_span(call.role, worker_attributes(worker), kind=SpanKind.CLIENT),

@@ -4,7 +4,7 @@ import re
 from collections.abc import Iterable, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import Literal, cast, get_args
+from typing import Final, Literal, cast, get_args
 
 from baton.errors import Unauthenticated
 
@@ -29,9 +29,8 @@ class Caller:
 _CURRENT: ContextVar[Caller | None] = ContextVar("caller", default=None)
 
 
-def current_caller() -> Caller | None:
-    """The caller of the call that this task serves; None if callers need no credentials."""
-    return _CURRENT.get()
+current_caller: Final = _CURRENT.get
+"""The caller of the call that this task serves; None if callers need no credentials."""
 
 
 def certificate() -> str:

@@ -4,13 +4,16 @@ A server waits at its end until the code of each call has ended.
 """
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from contextvars import ContextVar
-from typing import Any
+from typing import Any, Final
+
+import grpc
+from grpc import aio
 
 from baton.errors import Unsupported
 from baton_http2.server import methods
-from baton_http2.server.arrival import read_at
+from baton_http2.server.arrival import note_read, read_at
 from baton_http2.server.methods import Behaviour, Context
 from rpc.auth.access import Access, require
 from rpc.auth.caller import set_caller
@@ -21,24 +24,29 @@ from runtime.logs import add_log_fields
 # Wraps the behaviour of the method `/package.Service/Method`.
 Wrapper = Callable[[str, Behaviour], Behaviour]
 
-_ARRIVED: ContextVar[float | None] = ContextVar("arrived", default=None)
 _SIZE: ContextVar[int] = ContextVar("message_bytes", default=0)
-
-
-def record_call() -> None:
-    """Records when the call that this task serves was read, or now, if the server does not tell."""
-    _ARRIVED.set(read_at())
 
 
 def record_arrival() -> None:
     """Records now as the arrival of the call that this task serves."""
-    _ARRIVED.set(perf_counter())
+    note_read(perf_counter())
 
 
-def arrived_at() -> float:
-    """When the call arrived, in seconds of time.perf_counter; now, outside of a call."""
-    arrived = _ARRIVED.get()
-    return perf_counter() if arrived is None else arrived
+arrived_at: Final = read_at
+"""When the call arrived, in seconds of time.perf_counter; now, outside of a call."""
+
+
+class RecordArrivals(aio.ServerInterceptor):  # type: ignore[type-arg]  # generic in its stubs only
+    """For servers of grpc.aio, which do not tell when they have read a call."""
+
+    async def intercept_service(
+        self,
+        continuation: "Callable[[grpc.HandlerCallDetails], Awaitable[grpc.RpcMethodHandler[Any, Any]]]",
+        handler_call_details: grpc.HandlerCallDetails,
+    ) -> "grpc.RpcMethodHandler[Any, Any]":
+        """The method's handler. Asked for in the call's own task, and before its message is read."""
+        record_arrival()
+        return await continuation(handler_call_details)
 
 
 def record_size(message_bytes: int) -> None:
@@ -46,9 +54,8 @@ def record_size(message_bytes: int) -> None:
     _SIZE.set(message_bytes)
 
 
-def message_bytes() -> int:
-    """The size of the call's message on the wire; 0 outside of a call."""
-    return _SIZE.get()
+message_bytes: Final = _SIZE.get
+"""The size of the call's message on the wire; 0 outside of a call."""
 
 
 def authorize(access: Access) -> Wrapper:

@@ -110,9 +110,11 @@ class Reader:
         """Parses in a thread what the deserializer left to it. Must wrap everything that uses the request."""
 
         async def reading(request: Any, context: Context) -> Any:
-            if isinstance(request, _Unread):
+            if isinstance(request, Message):
+                pass  # nearly all are
+            elif isinstance(request, _Unread):
                 request = await self._resolve(request)
-            elif not isinstance(request, Message) and hasattr(request, "__aiter__"):
+            elif hasattr(request, "__aiter__"):
                 request = self._each(request)
             try:
                 return await behaviour(request, context)

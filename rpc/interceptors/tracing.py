@@ -1,5 +1,6 @@
 """A span for each call of a request, as a child of its caller's."""
 
+from collections.abc import Awaitable
 from types import TracebackType
 from typing import Any
 
@@ -30,13 +31,16 @@ def trace_calls(tracer: Tracer) -> Wrapper:
     def wrap(method: str, behaviour: Behaviour) -> Behaviour:
         name = method.removeprefix("/")
 
-        async def traced(request: Any, context: Context) -> Any:
+        # No coroutine: it would only wait for the one within.
+        def traced(request: Any, context: Context) -> Awaitable[Any]:
             parent = read_context(context.invocation_metadata())
-            if (parent is None or is_undecided(parent)) and request_within(request) is None:
-                return await behaviour(request, context)
             if parent is None and not tracer.is_on:
-                return await behaviour(request, context)
-            span = tracer.begin(name, parent, SpanKind.SERVER)
+                return behaviour(request, context)
+            if (parent is None or is_undecided(parent)) and request_within(request) is None:
+                return behaviour(request, context)
+            return served(tracer.begin(name, parent, SpanKind.SERVER), request, context)
+
+        async def served(span: Span, request: Any, context: Context) -> Any:
             add_log_fields(trace_id=span.trace_id)
             if not span.is_recording:
                 with entered(span):

@@ -6,7 +6,7 @@ from typing import Any, TypeAlias
 import grpc
 from grpc import aio
 
-from rpc.interceptors.calls import Wrapper, as_coroutine, record_call
+from rpc.interceptors.calls import Wrapper, as_coroutine
 from rpc.interceptors.reading import Reader, refuse_malformed
 
 Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"
@@ -33,8 +33,6 @@ class WrapMethods(aio.ServerInterceptor):  # type: ignore[type-arg]  # generic i
         handler_call_details: grpc.HandlerCallDetails,
     ) -> Handler:
         """The wrapped handler of a call; made at the method's first call, and kept. None for an unknown method."""
-        # In the call's own task, and before its message is read.
-        record_call()
         method = handler_call_details.method
         if method in self._handlers:
             return self._handlers[method]

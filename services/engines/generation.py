@@ -24,7 +24,7 @@ class Generation(AsyncGenerator[Tokens | Finished, None]):
 
     @abstractmethod
     def pull(self) -> tuple[Sequence[int], Finished | None]:
-        """The new ids, and the end, if it has come. Raises what ended the generation, if it failed."""
+        """The new ids, and the end, once it has come. Raises what ended the generation, if it failed."""
 
     # To go on elsewhere: for engines that say `moves_decodes`.
 

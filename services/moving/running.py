@@ -36,7 +36,7 @@ class RunningDecode:
     is_handed_over: bool = False
 
     def ended(self, end: Finished) -> None:
-        """Takes over the KV of a decode that has yielded. Call it before the next await: a cancellation loses none."""
+        """Takes over the KV of a decode that has yielded; what is not taken over its generation frees."""
         if end.reason is FinishReason.YIELDED:
             metrics.YIELDED_DECODES.inc()
             self.held = self.generation.pop_held()

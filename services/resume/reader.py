@@ -41,7 +41,7 @@ class StreamReader:
         """Writes all that is left of the stream. Raises what ended it, if it failed, and StreamAdopted."""
         await self._changed(lambda: self._stream.accepted is not None or self._stream.has_ended)
         if self._stream.accepted is not None:
-            await reply.write(self._stream.accepted)
+            await reply.write(decode_pb2.DecodeResponse.FromString(self._stream.accepted))
         if self._stream.kept.has_logprobs:
             await self._write_logprobs(reply)
         else:
@@ -49,7 +49,7 @@ class StreamReader:
         await self._changed(lambda: self._stream.has_ended)
         if self._stream.finished is None:
             raise _failure(self._stream.error)
-        await reply.write(self._stream.finished)
+        await reply.write(decode_pb2.DecodeResponse.FromString(self._stream.finished))
 
     async def _write_logprobs(self, reply: TokenReply) -> None:
         is_last = False
@@ -65,7 +65,7 @@ class StreamReader:
         stream, at = self._stream, self._at
         self._at = stream.read_tokens = len(stream.ids)
         tokens = decode_pb2.DecodedTokens(token_ids=stream.ids[at:].tolist())
-        if stream.kept.sampling.HasField("logprobs"):
+        if stream.kept.has_token_logprobs:
             tokens.logprobs.extend(stream.logprobs_from(at) or ())
         if stream.prompt_logprobs is not None:
             tokens.prompt_logprobs.CopyFrom(stream.prompt_logprobs)

@@ -19,17 +19,22 @@ from services.engines.journal.slots import Slot
 from services.requests.prompts import logprob_message, prompt_logprobs_message
 
 _NO_LOGPROBS: deque[bytes] = deque()  # of all streams without them: never changed
-# Of a stream, beside its record and its ids: what its own objects take.
-_OBJECT_BYTES = 1024
+# Of a stream, beside its record, its responses and its ids: what its own objects take.
+_OBJECT_BYTES = 1536
 
 
 @dataclass(frozen=True, slots=True)
 class KeptRequest:
-    """The request of a kept decode, for the router that takes it over. The prompt has no embeddings."""
+    """The request of a kept decode, for the router that takes it over. The prompt has no embeddings.
+
+    Messages are kept as their bytes: a part of a message keeps the memory of all of it.
+    """
 
     request_id: str
-    prompt: prompt_pb2.Prompt
-    sampling: prompt_pb2.Sampling
+    prompt: bytes
+    sampling: bytes
+    has_token_logprobs: bool
+    has_prompt_logprobs: bool
     record: bytes
     secret_sha256: bytes
     owner_sha256: bytes
@@ -48,8 +53,10 @@ class KeptRequest:
                 span.ClearField("embedding")
         return cls(
             request_id=request.request_id,
-            prompt=prompt,
-            sampling=request.sampling,
+            prompt=prompt.SerializeToString(),
+            sampling=request.sampling.SerializeToString(),
+            has_token_logprobs=request.sampling.HasField("logprobs"),
+            has_prompt_logprobs=request.sampling.HasField("prompt_logprobs"),
             record=keep.record,
             secret_sha256=keep.secret_sha256,
             owner_sha256=keep.owner_sha256,
@@ -61,7 +68,7 @@ class KeptRequest:
     @property
     def has_logprobs(self) -> bool:
         """True if a token is more than its id."""
-        return self.sampling.HasField("logprobs") or self.sampling.HasField("prompt_logprobs")
+        return self.has_token_logprobs or self.has_prompt_logprobs
 
 
 class StreamListener(Protocol):
@@ -81,7 +88,6 @@ class KeptStream:
         "_logprobs",
         "_logprobs_size",
         "_most_logprobs_size",
-        "_source",
         "_source_ended",
         "accepted",
         "attachment",
@@ -90,6 +96,7 @@ class KeptStream:
         "error",
         "finished",
         "has_ended",
+        "has_yielded",
         "hop",
         "ids",
         "is_over",
@@ -98,6 +105,7 @@ class KeptStream:
         "read_tokens",
         "reader",
         "slot",
+        "source",
     )
 
     def __init__(self, kept: KeptRequest, logprob_bytes: int) -> None:
@@ -106,8 +114,10 @@ class KeptStream:
         self.read_tokens = len(kept.emitted)  # the first of them, which its readers have been given
         self.attempt = self.attachment = 0
         self.hop = kept.hop
-        self.accepted: decode_pb2.DecodeResponse | None = None
-        self.finished: decode_pb2.DecodeResponse | None = None
+        # The first and the last response, as bytes.
+        self.accepted: bytes | None = None
+        self.finished: bytes | None = None
+        self.has_yielded = False
         self.error: Exception | None = None
         self.has_ended = self.is_over = False
         self.deadline_at: float | None = None  # of the event loop's clock
@@ -116,7 +126,7 @@ class KeptStream:
         # Of the last ids, serialized. An empty deque of its own would take as much as all else here.
         self._logprobs: deque[bytes] = deque() if kept.has_logprobs else _NO_LOGPROBS
         self._logprobs_size, self._most_logprobs_size = 0, logprob_bytes
-        self._source: TokenSource | None = None  # until its end
+        self.source: TokenSource | None = None  # until its end
         self._source_ended: asyncio.Future[None] | None = None
         self.reader: StreamListener | None = None
         self._changed: Callable[[], None] | None = None  # of the reader, told of what comes
@@ -124,7 +134,8 @@ class KeptStream:
     @property
     def size(self) -> int:
         """The bytes that it takes, without its prompt."""
-        return _OBJECT_BYTES + len(self.kept.record) + self.ids.itemsize * len(self.ids) + self._logprobs_size
+        told = len(self.kept.record) + len(self.accepted or b"") + len(self.finished or b"")
+        return _OBJECT_BYTES + told + self.ids.itemsize * len(self.ids) + self._logprobs_size
 
     @property
     def is_parked(self) -> bool:
@@ -133,15 +144,16 @@ class KeptStream:
 
     # Its owner.
 
-    async def send(self, source: TokenSource) -> None:
+    async def send(self, source: TokenSource) -> int:
         """Takes the ids of a source until its last ones; see SendTokens."""
-        self._source = source
+        self.source, before = source, len(self.ids)
         self._source_ended = asyncio.get_running_loop().create_future()
         try:
             await source.subscribe(self._wake)
             await self._source_ended
+            return len(self.ids) - before
         finally:
-            self._source, self.is_over = None, True
+            self.source, self._source_ended, self.is_over = None, None, True
 
     def add(self, tokens: Tokens) -> None:
         """Takes tokens that are more than their ids."""
@@ -154,13 +166,18 @@ class KeptStream:
 
     def accept(self, accepted: decode_pb2.DecodeResponse) -> None:
         """Notes that its KV is here, or its prompt queued."""
-        self.accepted = accepted
+        self.accepted = accepted.SerializeToString()
         self.notify()
+
+    def finish(self, finished: decode_pb2.DecodeResponse) -> None:
+        """Notes the last response."""
+        self.finished, self.has_yielded = finished.SerializeToString(), finished.HasField("yielded")
 
     def end(self, error: Exception | None = None) -> None:
         """Notes that its generation has ended; by itself if it has `finished`."""
-        self.error, self._source = error, None
+        self.error, self.source = error, None
         self.has_ended = self.is_over = True
+        self.ids = array("I", self.ids)  # without room to grow
         self.notify()
 
     def notify(self) -> None:
@@ -200,20 +217,21 @@ class KeptStream:
 
     def drain(self) -> Sequence[int]:
         """Takes what has come. Returns it."""
-        if self._source is None:
+        if self.source is None:
             return ()
         try:
-            ids, self.is_over = self._source.pull()
+            ids, end = self.source.pull()
         except Exception as error:  # whatever it is, the owner raises it
-            self._end_source(error)
+            self.end_source(error)
             return ()
         self.ids.extend(ids)
-        if self.is_over:
-            self._end_source(None)
+        if end:
+            self.end_source()
         return ids
 
-    def _end_source(self, error: Exception | None) -> None:
-        self._source, self.is_over = None, True
+    def end_source(self, error: Exception | None = None) -> None:
+        """Notes that the source has given its last ids, or has failed."""
+        self.source, self.is_over = None, True
         if self._source_ended is None or self._source_ended.done():
             return
         if error is None:

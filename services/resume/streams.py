@@ -4,6 +4,7 @@ import asyncio
 import hmac
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
+from contextvars import copy_context
 from dataclasses import dataclass
 from hashlib import sha256
 from typing import Any
@@ -82,6 +83,8 @@ class KeptStreams:
         self._config = config
         self._load = load
         self._journal = journal
+        # Of timers: that of a request has its fields for the log, and its span.
+        self._context = copy_context()
         self._entries: dict[str, _Entry] = {}
         self._parked: dict[_Entry, None] = {}  # those that generate, the longest parked first
         self._finished: dict[_Entry, int] = {}  # the bytes of those that have ended, in that order
@@ -146,7 +149,8 @@ class KeptStreams:
         if seconds is not None:
             loop = asyncio.get_running_loop()
             stream.deadline_at = loop.time() + seconds
-            entry.deadline = loop.call_later(seconds, entry.stop, DeadlineExceeded("the request's deadline has passed"))
+            passed = DeadlineExceeded("the request's deadline has passed")
+            entry.deadline = loop.call_later(seconds, entry.stop, passed, context=self._context)
         self._note_usage()
         return entry
 
@@ -217,9 +221,8 @@ class KeptStreams:
             if (entry := self._entries.get(request_id)) is not None:
                 stream = entry.stream
                 stream.drain()
-                has_yielded = stream.finished is not None and stream.finished.HasField("yielded")
                 yield decode_pb2.FoundStream(
-                    request_id=request_id, hop=stream.hop, tokens=len(stream.ids), has_yielded=has_yielded
+                    request_id=request_id, hop=stream.hop, tokens=len(stream.ids), has_yielded=stream.has_yielded
                 )
 
     # Its owners.
@@ -242,11 +245,14 @@ class KeptStreams:
 
     def _note_end(self, entry: _Entry) -> None:
         self._parked.pop(entry, None)
+        # They keep the variables of the request's context.
+        entry.owner = None
         if entry.deadline is not None:
             entry.deadline.cancel()
+            entry.deadline = None
         if self._entries.get(entry.stream.kept.request_id) is not entry:
             return
-        self._finished[entry] = entry.stream.size + entry.stream.kept.prompt.ByteSize()
+        self._finished[entry] = entry.stream.size + len(entry.stream.kept.prompt)
         self._note_usage()
         while sum(self._finished.values()) > self._config.max_finished_bytes:
             self._drop(next(iter(self._finished)))
@@ -258,7 +264,8 @@ class KeptStreams:
         if self._entries.get(entry.stream.kept.request_id) is not entry:
             return
         seconds = entry.stream.kept.grace_seconds
-        entry.grace = asyncio.get_running_loop().call_later(seconds, self._end_grace, entry)
+        loop = asyncio.get_running_loop()
+        entry.grace = loop.call_later(seconds, self._end_grace, entry, context=self._context)
         if entry.stream.has_ended:
             return
         self._parked[entry] = None
@@ -332,8 +339,8 @@ def attached(stream: KeptStream, request: decode_pb2.AttachRequest) -> decode_pb
         is_over=stream.is_over,
     )
     if not request.peek:
-        message.prompt.CopyFrom(kept.prompt)
-        message.sampling.CopyFrom(kept.sampling)
+        message.prompt.MergeFromString(kept.prompt)
+        message.sampling.MergeFromString(kept.sampling)
     if stream.deadline_at is not None and not stream.is_over:
         message.remaining.FromNanoseconds(int(max(0.0, stream.deadline_at - loop.time()) * 1e9))
     if kept.has_logprobs and not request.peek:
@@ -349,10 +356,9 @@ def require_later(stream: KeptStream, attempt: int) -> None:
 
 
 def _add_logprobs(stream: KeptStream, start: int, message: decode_pb2.DecodeAttached) -> None:
-    sampling = stream.kept.sampling
-    if sampling.HasField("prompt_logprobs") and not start:
+    if stream.kept.has_prompt_logprobs and not start:
         raise PositionInvalid([FieldViolation("from_tokens", "the log probabilities of the prompt are gone")])
-    if sampling.HasField("logprobs"):
+    if stream.kept.has_token_logprobs:
         found = stream.logprobs_from(start)
         if found is None:
             raise PositionInvalid([FieldViolation("from_tokens", "the log probabilities of later tokens are gone")])

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from struct import Struct
 
-from baton.engine.v1 import decode_pb2
+from baton.engine.v1 import decode_pb2, prompt_pb2
 from baton.errors import EmbeddingLost
 from services.engines.base import RecoveredDecode
 from services.engines.journal.journal import Journal
@@ -70,25 +70,26 @@ def open_slot(journal: Journal, stream: KeptStream, make_room: Callable[[], bool
     `make_room` frees a slot that another stream needs less, if there is one.
     """
     kept = stream.kept
-    if kept.sampling.HasField("prompt_logprobs"):
+    if kept.has_prompt_logprobs:
         return None  # all of its prompt would have to be computed again
-    record, ids = _record(stream), [*kept.prompt.token_ids, *stream.ids]
+    prompt = prompt_pb2.Prompt.FromString(kept.prompt)
+    ids = [*prompt.token_ids, *stream.ids]
+    record = _record(stream, prompt)
     slot = journal.open_slot(record, ids)
     while slot is None and not journal.has_room and make_room():
         slot = journal.open_slot(record, ids)
     return slot
 
 
-def _record(stream: KeptStream) -> bytes:
+def _record(stream: KeptStream, prompt: prompt_pb2.Prompt) -> bytes:
     """The request of a stream without its ids, which the journal has."""
-    kept = stream.kept
-    request = decode_pb2.DecodeRequest(request_id=kept.request_id)
-    request.prompt.CopyFrom(kept.prompt)
-    request.prompt.ClearField("token_ids")
-    request.sampling.CopyFrom(kept.sampling)
+    kept, prompt_tokens = stream.kept, len(prompt.token_ids)
+    prompt.ClearField("token_ids")
+    request = decode_pb2.DecodeRequest(request_id=kept.request_id, prompt=prompt)
+    request.sampling.MergeFromString(kept.sampling)
     keep = request.keep
     keep.record, keep.hop = kept.record, kept.hop
     keep.secret_sha256, keep.owner_sha256 = kept.secret_sha256, kept.owner_sha256
     keep.grace.FromNanoseconds(int(kept.grace_seconds * 1e9))
     deadline_at = math.inf if stream.deadline_at is None else stream.deadline_at
-    return _PREFIX.pack(deadline_at, len(kept.prompt.token_ids)) + request.SerializeToString()
+    return _PREFIX.pack(deadline_at, prompt_tokens) + request.SerializeToString()

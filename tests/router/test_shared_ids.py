@@ -66,10 +66,11 @@ async def test_callers_may_use_the_same_id_and_cancel_their_own_only() -> None:
     table = RequestTable()
     alice, bob = Caller("alice", "client"), Caller("bob", "client")
     hers, his = request_context("shared", caller=alice), request_context("shared", caller=bob)
-    with table.enter(hers):
-        with pytest.raises(RequestNotFound):
-            table.find("shared", bob)
-        with table.enter(his):
-            assert table.find("shared", bob) == [his]
-            assert table.find("shared", Caller("root", "operator")) == [hers, his]
-            assert table.find("shared", alice) == [hers]
+    table.add(hers)
+    with pytest.raises(RequestNotFound):
+        table.find("shared", bob)
+    table.add(his)
+    assert table.find("shared", bob) == [his]
+    assert table.find("shared", Caller("root", "operator")) == [hers, his]
+    table.remove(his)
+    assert table.find("shared", alice) == [hers]

@@ -39,15 +39,15 @@ class Steps:
 
     def install(self) -> None:
         """Begins to watch, for ever."""
-        enter, admit, end, release = RequestTable.enter, Calls._admit, RunningCall.end, LeaseTable.release
+        add, admit, end, release = RequestTable.add, Calls._admit, RunningCall.end, LeaseTable.release
 
-        def entering(table: RequestTable, ctx: Any) -> Any:
+        def adding(table: RequestTable, ctx: Any) -> None:
             self._requests[ctx.call_id] = ctx.request_id
             self.ids.setdefault(ctx.request_id, set()).add(ctx.call_id)
             self.routers[ctx.call_id] = NODE.get()
             if ctx.keep is not None:
                 self.kept.add(ctx.call_id)
-            return enter(table, ctx)
+            add(table, ctx)
 
         def admitting(calls: Calls, kind: str, request_id: str, *arguments: Any) -> None:
             admit(calls, kind, request_id, *arguments)
@@ -62,7 +62,7 @@ class Steps:
             self._at_node("release", lease.request_id if lease else "")
             return await release(table, handoff_id, reader)
 
-        RequestTable.enter = entering  # type: ignore[method-assign]
+        RequestTable.add = adding  # type: ignore[method-assign]
         Calls._admit = admitting  # type: ignore[method-assign]
         RunningCall.end = ending  # type: ignore[method-assign]
         LeaseTable.release = releasing  # type: ignore[method-assign]

@@ -43,7 +43,7 @@ class RerankServicer(rerank_pb2_grpc.RerankServiceServicer):
         ctx.stats.operation = ROLE
         describe = partial(_describe, request)
         await self._path.running.run(ctx, "example.rerank", describe, partial(self._answer, ctx, request, response))
-        response.timings.extend(ctx.timings.message().stages)
+        response.timings.extend(ctx.stats.timings.message().stages)
         return response
 
     async def _answer(
@@ -51,12 +51,12 @@ class RerankServicer(rerank_pb2_grpc.RerankServiceServicer):
     ) -> None:
         """Validates, tokenizes, admits and scores, within the tenant's quota."""
         path = self._path
-        with path.admission.track_tenant(ctx):
+        async with path.admission.track_tenant(ctx):
             target, texts = _read(ctx, request, path)
             tokens = ctx.stats.prompt_tokens = sum(len(one.ids) for one in texts)
             async with path.admission.admit(ctx, RequestEstimate(target.model.name, tokens, None, ROLE)):
                 path.retries.earn()
-                with ctx.timings.measure(timing_pb2.STAGE_EMBED):
+                with ctx.stats.timings.measure(timing_pb2.STAGE_EMBED):
                     scores = await call_with_retries(ctx, path.retries, _ScoreCall(path, ctx, target, texts))
         ranked = sorted(enumerate(scores), key=lambda one: -one[1])[: request.top or None]
         response.results.extend(rerank_pb2.Ranked(index=index, score=score) for index, score in ranked)
@@ -100,7 +100,7 @@ def _read(
     ctx: RequestContext, request: rerank_pb2.RerankRequest, path: RequestPath
 ) -> tuple[EmbeddingModel, list[generate_pb2.TokenIds]]:
     """The model, and the ids of the query and of each document. Raises InvalidRequest naming every wrong field."""
-    with ctx.timings.measure(timing_pb2.STAGE_TOKENIZE):
+    with ctx.stats.timings.measure(timing_pb2.STAGE_TOKENIZE):
         target = pipeline.find_model(path.cluster, request.model)
         ctx.stats.model = target.model.name
         texts = [embed_pb2.EmbedInput(text=text) for text in (request.query, *request.documents)]

@@ -74,7 +74,7 @@ class Answer:
             first_token_sent=self.stats.timings.first_token_sent,
         )
         latencies = RecordedMetrics().latencies(self.stats)
-        latencies.observe(self.stats.timings.detokenized(time.perf_counter()), 1)
+        latencies.observe(self.stats.timings.detokenized(time.perf_counter_ns()), 1)
         self.writer.put_now(self.completion.push([ord("A")], ()))
         self.meter = TokenMeter(self.stats, self.stats.timings, latencies, self.completion.token_ids)
         self.meter.begin_call(DecodeTimer(self.latency, 0, 1))

@@ -109,7 +109,7 @@ async def test_started_tokens_and_finished_keep_their_order() -> None:
     async with StreamWriter("r", client.reply, 100) as writer:
         writer.start(generate_pb2.Started(model="m"))
         await writer.put(token(65))
-        writer.finish("!", lambda _finished: None)
+        writer.finish(TokenDelta("!"), lambda _finished: None)
         client.reading.set()
     assert [message.WhichOneof("event") for message in client.messages] == ["started", "token", "finished"]
     assert [message.sequence for message in client.messages] == [0, 1, 2]
@@ -196,7 +196,7 @@ async def test_a_client_that_does_not_read_the_end_is_not_waited_for_longer() ->
     async with timeout(50):
         with pytest.raises(SlowReader):
             async with StreamWriter("r", client.reply, 100, 0.1) as writer:
-                writer.finish("", lambda _finished: None)
+                writer.finish(TokenDelta(""), lambda _finished: None)
 
 
 async def answer_slowly(client: Client, clock: ManualClock) -> None:
@@ -230,7 +230,7 @@ async def test_later_tokens_come_together_and_the_first_one_at_once() -> None:
             await writer.put(token(token_id))
             await let_tasks_run()
         assert client.sizes == [1, 4, 4]
-        writer.finish("!", lambda _finished: None)
+        writer.finish(TokenDelta("!"), lambda _finished: None)
     assert client.sizes == [1, 4, 4, 1, 0]
     assert "".join(message.token.text for message in client.messages) == "ABCDEFGHIJ!"
 

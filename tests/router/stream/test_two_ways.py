@@ -137,8 +137,7 @@ async def sent(
         completion.finish(sampling_pb2.FINISH_REASON_LENGTH)
         writer.lane.detach()
         meter.end_call()
-        writer.put_now(completion.flush())
-        writer.finish("", lambda _: None)
+        writer.finish(completion.flush(), lambda _: None)
     assert not is_pushed or stats.completion_tokens == len(completion.token_ids)
     return client.sent
 

@@ -2,8 +2,10 @@
 
 import asyncio
 import secrets
+import weakref
 from collections.abc import AsyncIterator
 from contextlib import aclosing
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from hashlib import sha256
 from typing import Any
@@ -20,6 +22,9 @@ from baton.engine.v1 import decode_pb2
 from baton.errors import BatonError, PositionInvalid, StaleAttempt, StreamAdopted, StreamLost, Unavailable
 from runtime.aio import timeout
 from services.config import KeepConfig
+from services.engines.base import EngineLoad
+from services.resume.stream import KeptStream
+from services.resume.streams import KeptStreams
 
 _GRACE_SECONDS = 1.0
 _SECRET = b"s" * 16
@@ -291,10 +296,37 @@ async def test_of_too_many_parked_streams_the_oldest_ends(start: Starter) -> Non
 
 
 async def test_ended_streams_take_bounded_memory(start: Starter) -> None:
-    async with in_one_task(start("decode", keep=KeepConfig(max_finished_bytes=4000))) as decode:
+    async with in_one_task(start("decode", keep=KeepConfig(max_finished_bytes=6000))) as decode:
         for number in range(10):
             await _read(decode.calls.decodes.Decode(_kept(str(number), 10, grace=30)), Reading())
         assert len(decode.worker.kept) == 3
+
+
+class Marker:
+    """Something of a request's context."""
+
+
+async def test_an_ended_stream_keeps_nothing_of_its_request_but_what_it_tells() -> None:
+    context: ContextVar[Marker] = ContextVar("context")
+
+    async def generate(stream: KeptStream) -> None:
+        stream.finish(decode_pb2.DecodeResponse())
+
+    async def read(kept: KeptStreams) -> "weakref.ref[Marker]":
+        marker = Marker()
+        context.set(marker)
+        stream = await kept.start(_kept("a"), generate, 60.0)
+        with kept.reading(stream, 0):
+            await eventually(lambda: stream.has_ended)
+        return weakref.ref(marker)
+
+    def no_load() -> EngineLoad:
+        raise AssertionError("nothing generates")
+
+    async with KeptStreams(KeepConfig(), no_load) as kept:
+        left = await asyncio.create_task(read(kept))
+        await eventually(lambda: left() is None)
+        assert len(kept) == 1
 
 
 async def test_the_prompts_of_ended_streams_count(start: Starter) -> None:

@@ -5,12 +5,12 @@ import threading
 from collections.abc import Callable
 
 import pytest
+from runtime.prefix_hash import block_hashes
 from support.engines.embedded import Checkpoint
 from support.engines.engine_calls import collect, greedy
 from support.engines.tier_damage import BLOCK_BYTES, settle
 from support.eventually import eventually
 
-from runtime.prefix_hash import block_hashes
 from services.engines.kv_events import KvTier
 from services.engines.prompt import Prompt
 from services.engines.pytorch.core import EngineCore
