@@ -111,10 +111,12 @@ class Pipeline:
                 read.prompt.cache.CopyFrom(await self._prompt_cache(ctx, read.token_ids, model))
         ctx.stats.prompt_tokens = read.expected_tokens
         media = await self._load_media(ctx, read.media) if read.media else ()
+        serialized = None
+        if len(read.token_ids) > _MANY_IDS:
+            serialized = await asyncio.to_thread(SerializedPrompt.of, read.token_ids, read.prompt)
         prompt = self.processor.prompt(ctx, model, read.prompt, media)
         prompt.token_ids, prompt.bad_sequences = read.token_ids, read.bad_sequences
-        if len(read.token_ids) > _MANY_IDS:
-            prompt.serialized = await asyncio.to_thread(SerializedPrompt.of, read.token_ids, read.prompt)
+        prompt.serialized = serialized
         return prompt
 
     async def _prompt_cache(
