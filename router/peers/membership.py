@@ -104,7 +104,8 @@ class RegisteredPeers:
         if not self._has_view:
             self._has_view = True
             self.changed()
-        self.quorum.set_members({name for name in homes if QUOTAS in others[name].capabilities} | own)
+        members = {name for name in homes if QUOTAS in others[name].capabilities}
+        self.quorum.set_members(members | {self.own.worker_id} if is_registered else members)
         if not self._views or routers != self._views[0][1]:
             self._views.appendleft((self._clock(), routers))
             self._homes.clear()

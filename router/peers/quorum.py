@@ -66,8 +66,9 @@ class Quorum:
         self._views: dict[str, _View] = {own_id: self._own}
         # As long as this router has promised to each; of itself, as long as it takes its event loop for running.
         self._promised = {own_id: math.inf}
-        self._unaware: set[str] = set()  # of the members at the beginning: those that may not know of this router
-        self._has_members = False
+        self._unaware: set[str] = set()  # of the members when this router was registered: may not know of it yet
+        self._is_member = False
+        self._was_member = False  # now or before
         self._look_at = -math.inf
         self._known = frozenset({own_id})  # all that are in a view
         self._ranks: dict[str, tuple[str, ...]] = {}
@@ -84,12 +85,17 @@ class Quorum:
         return PROMISE_SECONDS / _POLL_SECONDS * self.poll_seconds
 
     def set_members(self, members: Iterable[str]) -> None:
-        """Takes a view of the registry; without this router if it is not registered."""
+        """Takes a view of the registry; without this router if it is not registered.
+
+        Before the first view that has it, a router may not know of others, and so neither lends nor promises.
+        """
+        was_member = self._is_member
         self._members = tuple(sorted(members))
+        self._is_member = self._own_id in self._members
         for name in self._views.keys() - {*self._members, self._own_id}:
             del self._views[name]
-        if not self._has_members:
-            self._has_members = True
+        if self._is_member and not was_member:
+            self._was_member = True
             self._unaware = set(self._members) - {self._own_id}
         self._set_unaware(self._unaware.intersection(self._members))
         self._know()
@@ -118,7 +124,7 @@ class Quorum:
             return peer_pb2.PromiseResponse()
         self._promised[router] = max(self._promised.get(router, now), now + self.promise_seconds)
         self._look_at = now
-        if self._unaware:
+        if self._unaware or not self._was_member:
             return peer_pb2.PromiseResponse(knows_caller=True)
         own = self._own
         return peer_pb2.PromiseResponse(
@@ -171,7 +177,7 @@ class Quorum:
         return lends[0]
 
     def _find(self, key: str, now: float) -> tuple[float, float] | None:
-        if self._unaware or self._own_id not in self._members:
+        if self._unaware or not self._is_member:
             return None
         if len(self._members) == 2 and self._choose(key, frozenset(self._members)) == self._own_id:
             own = self._supports(self._own, key, now)
@@ -251,7 +257,7 @@ class Quorum:
         self._look_at = min((own.joins[0], *(self._promised[name] for name in own.routers)))
 
     def _is_alive(self, name: str, now: float) -> bool:
-        is_known = name != self._own_id or name in self._members
+        is_known = name != self._own_id or self._is_member or not self._was_member
         return is_known and now <= self._promised.get(name, -math.inf)
 
     def _set_unaware(self, unaware: set[str]) -> None:

@@ -70,6 +70,56 @@ def test_a_router_that_others_may_not_know_yet_lends_and_promises_nothing() -> N
     assert quorum.lends_since("acme") is not None
 
 
+def test_a_router_lends_nothing_before_it_has_seen_its_own_record() -> None:
+    """Others that it has not seen may lend by then."""
+    peers = _peers("r0", ManualClock())
+    assert peers.lends_since("acme") is None
+    peers.update([])
+    assert peers.lends_since("acme") is None
+    peers.update([record("r0")])
+    assert peers.lends_since("acme") == -math.inf
+
+
+@pytest.mark.parametrize("first", [(), ("r1",)])
+def test_of_two_routers_that_start_at_once_one_lends(first: tuple[str, ...]) -> None:
+    """Both have seen no record or one when they are registered; the view that has both comes late to one of them."""
+    early, late = _peers("r1", clock := ManualClock()), _peers("r0", clock)
+    early.update([])
+    late.update(map(record, first))
+    early.update([record("r1")])
+    late.update([record("r0"), record("r1")])
+    assert all(early.lends_since(tenant) is not None and late.lends_since(tenant) is None for tenant in TENANTS)
+    early.update([record("r0"), record("r1")])
+    late.quorum.take("r1", early.quorum.answer("r0"), clock())
+    lends = [(early.lends_since(tenant) is not None, late.lends_since(tenant)) for tenant in TENANTS]
+    assert set(lends) == {(True, None), (False, clock())}
+
+
+def test_a_router_that_is_registered_again_waits_until_the_other_one_knows() -> None:
+    """The other one, which has lent alone meanwhile, sees the new record late."""
+    other, again = _peers("r1", clock := ManualClock()), _peers("r0", clock)
+    for one in (other, again):
+        one.update([record("r0"), record("r1")])
+    other.quorum.take("r0", again.quorum.answer("r1"), clock())
+    again.quorum.take("r1", other.quorum.answer("r0"), clock())
+    for one in (other, again):
+        one.update([record("r1")])
+    clock.advance(2 * PROMISE_SECONDS)
+    assert all(other.lends_since(tenant) is not None for tenant in TENANTS)
+    again.update([record("r0"), record("r1")])
+    for _ in range(4):
+        again.quorum.note_awake()
+        other.quorum.note_awake()
+        clock.advance(PROMISE_SECONDS / 2)
+        assert all(again.lends_since(tenant) is None for tenant in TENANTS if other.lends_since(tenant) is not None)
+
+
+def _peers(name: str, clock: ManualClock) -> RegisteredPeers:
+    peers = RegisteredPeers(record(name), lambda other: _Link(other), clock)  # type: ignore[arg-type, return-value]
+    peers.quorum.is_registered = lambda: True
+    return peers
+
+
 def test_strangers_are_promised_nothing_and_their_promises_do_not_count() -> None:
     quorum = of_three(clock := ManualClock())
     assert quorum.answer("stranger") == peer_pb2.PromiseResponse()
@@ -118,7 +168,7 @@ def test_a_router_that_tells_other_names_each_time_costs_no_memory() -> None:
 
 
 def test_routers_of_versions_without_promises_are_not_counted() -> None:
-    peers = RegisteredPeers(record("r0"), lambda other: _Link(other), ManualClock())  # type: ignore[arg-type, return-value]
+    peers = _peers("r0", ManualClock())
     old = [replace(record(f"old{number}"), capabilities=()) for number in range(5)]
     newer = replace(record("r1"), capabilities=("quotas", "of a later version"))
     peers.update([record("r0"), newer, *old])
