@@ -1,8 +1,8 @@
 """A router of the fleet that answers what no router may: the others go on by themselves, with bounded advice."""
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
-from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field, replace
 from itertools import count
 from typing import Any
@@ -16,7 +16,7 @@ from baton.calls import unary
 from baton.connection.credentials import TENANT_KEY
 from baton.engine.v1 import peer_pb2, peer_pb2_grpc
 from baton.error_details import from_rpc_error
-from baton.errors import QuotaExceeded
+from baton.errors import QuotaExceeded, QuotaUnavailable
 from baton.inference.v1 import (
     cluster_service_pb2,
     cluster_service_pb2_grpc,
@@ -25,9 +25,9 @@ from baton.inference.v1 import (
     record_pb2,
 )
 from discovery.memory import MemoryRegistry
-from discovery.record import Location, WorkerRecord
 from router.admission.places import key_of
 from router.config import AdmissionConfig, QuotaConfig, QuotasConfig, RecordsConfig
+from router.peers.membership import RegisteredPeers
 from router.server import host_router
 from rpc.channels import open_channel
 from rpc.health import Health
@@ -58,6 +58,10 @@ class Liar(peer_pb2_grpc.PeerServiceServicer):
         self.asked |= {"places"} if request.places else set()
         return self.lend(request)
 
+    async def Promise(self, request: peer_pb2.PromiseRequest, context: Any) -> peer_pb2.PromiseResponse:
+        # It takes part, and supports no router: where it is the first one, its loans are the only ones.
+        return peer_pb2.PromiseResponse(knows_caller=True)
+
     async def ListOwnTenants(self, request: Any, context: Any) -> peer_pb2.ListOwnTenantsResponse:
         return self.tenants
 
@@ -70,6 +74,8 @@ class Beside:
     """A router beside the one that lies."""
 
     liar: str
+    peers: RegisteredPeers
+    end_liar: Callable[[], Awaitable[None]]  # takes its record back
     stub: inference_service_pb2_grpc.InferenceServiceStub
     operators: cluster_service_pb2_grpc.ClusterServiceStub
 
@@ -79,7 +85,7 @@ class Beside:
         return sum([len(message.token.token_ids) async for message in call])
 
     async def answered(self, tenant: str) -> None:
-        """Asks until it is answered: without its home a tenant begins with nothing."""
+        """Asks until it is answered: with another lender a tenant begins with nothing."""
         async with timeout(PATIENCE_SECONDS):
             while True:
                 try:
@@ -89,6 +95,15 @@ class Beside:
                     found = from_rpc_error(error)
                     assert isinstance(found, QuotaExceeded)
                     await asyncio.sleep(min(0.1, found.retry_after_seconds))
+
+    async def ended(self, tenant: str) -> None:
+        """Asks once: it is answered, or refused as the quota is exceeded or not lent."""
+        try:
+            await self.run(tenant)
+        except aio.AioRpcError as error:
+            found = from_rpc_error(error)
+            if not isinstance(found, QuotaExceeded | QuotaUnavailable):
+                raise found from error
 
 
 @asynccontextmanager
@@ -104,7 +119,7 @@ async def beside(liar: Liar) -> AsyncIterator[Beside]:
         await eventually(lambda: len(registry.routers.workers()) == 1)
         here, peers = registry.routers.workers()[0].location, router.path.peers
         assert peers is not None
-        record = WorkerRecord("", 0, server.address, ("router",), "", "", "", 0, location=Location(host=here.host))
+        record = replace(peers.own, address=server.address, location=here)
         for number in count():
             # Until its id makes it the home of the model's places.
             named = replace(record, worker_id=f"liar-{number}")
@@ -118,7 +133,7 @@ async def beside(liar: Liar) -> AsyncIterator[Beside]:
         channel = await stack.enter_async_context(open_channel(router.address))
         await eventually(lambda: any(not worker.problem for worker in router.cluster.workers))
         stubs = inference_service_pb2_grpc.InferenceServiceStub, cluster_service_pb2_grpc.ClusterServiceStub
-        yield Beside(named.worker_id, stubs[0](channel), stubs[1](channel))
+        yield Beside(named.worker_id, peers, registration.aclose, stubs[0](channel), stubs[1](channel))
 
 
 def _loans(request: peer_pb2.LendRequest, **loan: Any) -> peer_pb2.LendResponse:
@@ -148,31 +163,39 @@ LENDING: dict[str, Callable[[peer_pb2.LendRequest], peer_pb2.LendResponse]] = {
 }
 
 
+LIMITED = [f"tenant {number}" for number in range(20)]
+
+
 @pytest.mark.parametrize("name", LENDING)
 async def test_whatever_a_home_lends_requests_are_answered(name: str) -> None:
     liar = Liar(LENDING[name])
     async with beside(liar) as running:
-        for number in range(20):
-            await running.answered(f"tenant {number}")
-    assert {"quotas", "places"} <= liar.asked
+        await eventually(lambda: any(running.peers.lends_since(tenant) is not None for tenant in LIMITED))
+        here = [tenant for tenant in LIMITED if running.peers.lends_since(tenant) is not None]
+        there = [tenant for tenant in LIMITED if tenant not in here]
+        await asyncio.gather(*map(running.answered, here), *map(running.ended, there))
+        assert "quotas" in liar.asked
+        async with timeout(PATIENCE_SECONDS):
+            while "places" not in liar.asked:
+                await running.answered(here[0])
+        await running.end_liar()
+        await eventually(lambda: all(running.peers.lends_since(tenant) is not None for tenant in there))
+        await asyncio.gather(*map(running.answered, there))
 
 
 @pytest.mark.parametrize("seconds", [2**62, -(2**62), 0])
 async def test_the_time_that_a_home_says_to_come_back_after_is_bounded(seconds: int) -> None:
     liar = Liar(lambda request: _loans(request, retry_after={"seconds": seconds}, exceeded=77))
     async with beside(liar) as running:
-        refused = []
-        for number in range(30):
-            with suppress(aio.AioRpcError):
-                await running.run(f"tenant {number}")
-                continue
+        await eventually(lambda: any(running.peers.lends_since(tenant) is not None for tenant in LIMITED))
+        there = [tenant for tenant in LIMITED if running.peers.lends_since(tenant) is None]
+        assert there
+        for tenant in there:
             with pytest.raises(aio.AioRpcError) as caught:
-                await running.run(f"tenant {number}")
+                await running.run(tenant)
             found = from_rpc_error(caught.value)
             assert isinstance(found, QuotaExceeded)
-            refused.append(found.retry_after_seconds)
-        assert refused
-        assert all(0 < seconds <= 3600 for seconds in refused)
+            assert 0 < found.retry_after_seconds <= 3600
 
 
 TENANTS: dict[str, dict[str, Any]] = {
