@@ -232,7 +232,12 @@ class RequestExecution:
             return None
         adopted = await reattach(state, lost, error)
         if adopted is not None:
-            await state.release_handoff()
+            try:
+                await state.release_handoff()
+            except BaseException:
+                # Nothing reads it any more: its worker keeps it for the next reader only once the call has ended.
+                await adopted.responses.aclose()
+                raise
         return adopted
 
     async def _go_on(self, adopted: AdoptedDecode) -> Yielded | None:

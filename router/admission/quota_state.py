@@ -36,6 +36,7 @@ class TenantQuota:
     demand: list[float] = field(default_factory=lambda: [0.0, 0.0, 0.0])  # began, tokens since and in the second before
     away_since: float = 0.0  # since when no router has lent, as far as was asked
     away_at: float = -math.inf  # when that was found last
+    unlent_at: float = -math.inf  # when all that may lend were asked last, and none did
     refusal: tuple[float, QuotaNeed, peer_pb2.QuotaLoan] | None = None  # until when it is repeated
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)
 

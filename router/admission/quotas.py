@@ -30,7 +30,7 @@ _MOST_SETTLED = 1024  # tenants at once
 _COUNT_SECONDS = 2.0  # after which the number of running requests is told again
 _SOON_SECONDS = 2.0  # in which another router lends, if one does at all: requests wait so long
 _RETRY_SECONDS = 0.1  # between two looks for it
-_REFUSED_SECONDS = 0.05  # for which a refusal is repeated without asking
+_REFUSED_SECONDS = 0.05  # for which a refusal, or that no router lends, is repeated without asking
 _WHY = {
     peer_pb2.QUOTA_KIND_REQUESTS: "the rate of requests is exceeded",
     peer_pb2.QUOTA_KIND_CONCURRENT: "as many requests are running as may",
@@ -167,6 +167,8 @@ class Quotas:
             if self._use_loan(tenant, need):
                 return _GRANTED
             self._repeat_refusal(tenant, need)
+            if self._clock() < tenant.unlent_at + _REFUSED_SECONDS:
+                return None
             return await self._ask(tenant, need)
 
     def _use_here(self, tenant: TenantQuota, need: QuotaNeed) -> peer_pb2.QuotaLoan | None:
@@ -205,6 +207,7 @@ class Quotas:
             loan = None if lender == THIS_ROUTER else await self._ask_one(lender, tenant, need)
             if loan is not None:
                 return loan
+        tenant.unlent_at = self._clock()
         return None
 
     async def _ask_one(self, lender: str, tenant: TenantQuota, need: QuotaNeed) -> peer_pb2.QuotaLoan | None:

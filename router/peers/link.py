@@ -23,6 +23,7 @@ log = structlog.get_logger(__name__)
 
 MOST_ASKS = 1024  # of each kind, in one call
 LONGEST_TENANT = 128  # characters of a name
+_LONGEST_ROUTER = 200  # as of a key of the registry
 MOST_NUMBER = 2.0**50  # above which no number is believed
 _RECORDS_SECONDS = 3.0  # to find records: more than a router needs to make those of requests that have just ended
 _PAUSE_SECONDS = 0.5  # after a call that failed, in which none is tried
@@ -170,6 +171,8 @@ def check_promise(promise: peer_pb2.PromiseResponse) -> None:
     """Raises InvalidReply for a promise that no router may give."""
     if len(promise.routers) + len(promise.joining) > MOST_ASKS:
         raise InvalidReply(f"a router told more than {MOST_ASKS} routers")
+    if any(len(name) > _LONGEST_ROUTER for name in (*promise.routers, *promise.joining)):
+        raise InvalidReply(f"a router told of one whose name has more than {_LONGEST_ROUTER} characters")
     if not all(0 <= number <= MOST_NUMBER for number in (promise.seconds, promise.joins_seconds, promise.age_seconds)):
         raise InvalidReply("a router promised for what is no time")
 

@@ -27,7 +27,9 @@ _POLL_SECONDS = 0.2
 _POLLED = 16  # routers, beyond which each is asked less often
 _ALONE_SECONDS = 2.0  # for which a router without others may stand still: less than any registry's lease
 _MOST_CHANGES = 32  # of a router's view that are remembered
+_MOST_NAMES = 4096  # of routers in them all, whatever a router tells
 _MOST_KEYS = 4096  # whose order and lender are remembered
+_MOST_RANKED = 2**20  # routers of all keys together
 
 
 @dataclass(slots=True)
@@ -52,6 +54,8 @@ class _View:
             self.changes.clear()
         self.changes.append((since, routers))
         self.number = number
+        while len(self.changes) > 1 and sum(len(names) for _, names in self.changes) > _MOST_NAMES:
+            self.changes.popleft()
 
 
 class Quorum:
@@ -220,7 +224,7 @@ class Quorum:
         return ""
 
     def _rank(self, key: str) -> tuple[str, ...]:
-        if len(self._ranks) >= _MOST_KEYS:
+        if len(self._ranks) >= min(_MOST_KEYS, _MOST_RANKED // len(self._known)):
             self._ranks.clear()
         rank = self._ranks[key] = tuple(sorted(self._known, key=partial(score, key), reverse=True))
         return rank

@@ -151,6 +151,7 @@ def test_a_router_that_joins_keeps_the_promise_for_tenants_that_stay() -> None:
         {"joins_seconds": math.inf},
         {"age_seconds": 2.0**60},
         {"joining": [f"r{number}" for number in range(2000)]},
+        {"joining": ["r" * 1000]},
     ],
 )
 def test_what_no_router_promises_is_an_invalid_reply(wrong: dict[str, object]) -> None:
@@ -165,6 +166,17 @@ def test_a_router_that_tells_other_names_each_time_costs_no_memory() -> None:
         quorum.take("r1", promise(*names, changes=number), clock())
         assert quorum.lends_since("acme") is None
     assert len(quorum._known) <= 3 + 32 * 50
+
+
+def test_a_router_that_tells_as_many_names_as_it_may_each_time_costs_little_memory() -> None:
+    quorum = of_three(clock := ManualClock())
+    for number in range(1, 40):
+        names = [f"made up {number} {each}" for each in range(1000)]
+        quorum.take("r1", promise(*names, changes=number), clock())
+    assert len(quorum._known) <= 5000
+    for tenant in range(1000):
+        quorum.lenders(f"tenant {tenant}")
+    assert sum(map(len, quorum._ranks.values())) <= 2**20
 
 
 def test_routers_of_versions_without_promises_are_not_counted() -> None:

@@ -245,6 +245,25 @@ async def test_a_request_waits_for_the_next_lender_and_no_longer_than_two_second
     assert isinstance(waiting.exception(), QuotaUnavailable)
 
 
+async def test_requests_that_wait_for_a_lender_ask_for_it_together() -> None:
+    """Each asks behind the others: of a thousand with an answer in a millisecond, the last ones after a second."""
+    which = fleet(3)
+    home = lender(which)
+    here = which.routers[next(name for name in which.routers if name != home)]
+    quotas = Quotas(QuotasConfig(default=QuotaConfig(requests_per_second=1)), which.clock, here.peers)
+    which.kill(home)
+    waiting = [asyncio.create_task(_begin(quotas)) for _ in range(50)]
+    for _ in range(4):
+        await asyncio.sleep(0.15)  # each has looked once more
+        which.clock.advance(0.1)
+    assert not any(task.done() for task in waiting)
+    asked = which.asked[home]
+    for task in waiting:
+        task.cancel()
+    await asyncio.wait(waiting)
+    assert 2 <= asked <= 10
+
+
 async def _begin(quotas: Quotas) -> None:
     async with quotas.track("acme", RequestStats("r")):
         pass

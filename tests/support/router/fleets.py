@@ -1,5 +1,6 @@
 """Routers of one fleet in virtual time: the classes of the product, whose calls to each other are made directly."""
 
+from collections import Counter
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -39,6 +40,7 @@ class DirectLink:
         pass
 
     async def ask_quota(self, ask: peer_pb2.QuotaAsk) -> peer_pb2.QuotaLoan:
+        self._fleet.asked[self.record.worker_id] += 1
         return self._call(peer_pb2.LendRequest(router_id=self._own_id, quotas=[ask])).quotas[0]
 
     async def ask_places(self, ask: peer_pb2.PlacesAsk) -> peer_pb2.PlacesLoan:
@@ -87,6 +89,7 @@ class Fleet:
     registered: list[str] = field(default_factory=list)
     cut: set[tuple[str, str]] = field(default_factory=set)
     late: set[str] = field(default_factory=set)  # routers that get no views of the registry
+    asked: Counter[str] = field(default_factory=Counter)  # how often each was asked for quotas
 
     def start(self, name: str) -> SimulatedRouter:
         """A router that has joined, and that the others see from now on."""
