@@ -73,6 +73,7 @@ class Quorum:
         self._unaware: set[str] = set()  # of the members when this router was registered: may not know of it yet
         self._is_member = False
         self._was_member = False  # now or before
+        self._member_since = -math.inf
         self._look_at = -math.inf
         self._known = frozenset({own_id})  # all that are in a view
         self._ranks: dict[str, tuple[str, ...]] = {}
@@ -99,7 +100,7 @@ class Quorum:
         for name in self._views.keys() - {*self._members, self._own_id}:
             del self._views[name]
         if self._is_member and not was_member:
-            self._was_member = True
+            self._was_member, self._member_since = True, self._clock()
             self._unaware = set(self._members) - {self._own_id}
         self._set_unaware(self._unaware.intersection(self._members))
         self._know()
@@ -145,7 +146,8 @@ class Quorum:
         """Takes the promise of another router, which was asked for at a time."""
         if router not in self._members:
             return
-        if promise.knows_caller:
+        # An earlier answer may mean a record that was lost since.
+        if promise.knows_caller and asked_at >= self._member_since:
             self._set_unaware(self._unaware - {router})
         if not promise.seconds:
             return

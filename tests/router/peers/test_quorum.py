@@ -106,7 +106,10 @@ def test_a_router_that_is_registered_again_waits_until_the_other_one_knows() -> 
         one.update([record("r1")])
     clock.advance(2 * PROMISE_SECONDS)
     assert all(other.lends_since(tenant) is not None for tenant in TENANTS)
+    asked_at = clock()
+    clock.advance(0.01)
     again.update([record("r0"), record("r1")])
+    again.quorum.take("r1", peer_pb2.PromiseResponse(knows_caller=True), asked_at)
     for _ in range(4):
         again.quorum.note_awake()
         other.quorum.note_awake()
