@@ -18,7 +18,6 @@ from baton.images import Image, user_message
 from baton.inference.v1 import (
     embed_pb2,
     generate_pb2,
-    image_pb2,
     model_pb2,
     record_pb2,
     sampling_pb2,
@@ -191,57 +190,6 @@ def cancel(
     return UnaryCall("InferenceService/CancelGeneration", message, lambda it: list(it.receipts), timeout_seconds)
 
 
-@dataclass(frozen=True, slots=True)
-class DrawCall:
-    """A request for pictures, its priority, and how long it may take."""
-
-    request: image_pb2.ImageServiceGenerateRequest
-    priority: int
-    timeout_seconds: float | None
-
-
-def draw(
-    prompt: str,
-    *,
-    model: str = "",
-    negative_prompt: str = "",
-    guidance_scale: float | None = None,
-    width: int | None = None,
-    height: int | None = None,
-    steps: int | None = None,
-    seed: int | None = None,
-    number: int | None = None,
-    preview_steps: int = 0,
-    request_id: str = "",
-    priority: int = 0,
-    timeout_seconds: float | None = CALL_SECONDS,
-) -> DrawCall:
-    """Draws pictures. Returns an iterator of their events: `progress` by step, each `image`, then `finished`.
-
-    Args:
-        prompt: What is drawn.
-        model: Needed where several models draw.
-        negative_prompt: What is not to be in the picture.
-        guidance_scale: How closely a picture follows the prompt. This and what follows: by default as the model says.
-        width: In pixels.
-        height: In pixels.
-        steps: More take longer.
-        seed: The same seed gives the same picture again; by default another one each time.
-        number: How many pictures, each from a seed of its own: the first from `seed`, the next from the next.
-        preview_steps: Sends a preview each time that so many steps are done; 0 sends none.
-        request_id: Identifies the request in cancels and logs.
-        priority: From -10 to 10; where requests wait, higher ones go first.
-        timeout_seconds: For the whole call.
-    """
-    message = image_pb2.ImageServiceGenerateRequest(request_id=request_id, model=model)
-    options = message.options
-    options.prompt, options.negative_prompt = prompt, negative_prompt
-    wanted = {"width": width, "height": height, "steps": steps, "seed": seed, "number": number}
-    for name, value in {**wanted, "guidance_scale": guidance_scale, "preview_steps": preview_steps}.items():
-        _set(options, name, value, "options")
-    return DrawCall(message, priority, timeout_seconds)
-
-
 def embed(
     inputs: Sequence[EmbedText],
     *,
@@ -269,7 +217,7 @@ def embed(
             message.inputs.add(text=one)
         else:
             message.inputs.add().token_ids.ids.extend(one)
-    _set(message, "dimensions", dimensions)
+    set_field(message, "dimensions", dimensions)
     if normalize is not None:
         message.normalize = normalize
     return UnaryCall("InferenceService/Embed", message, whole, timeout_seconds, priority)
@@ -355,9 +303,9 @@ def generate_request(
         built.chat.messages.append(user_message(request, images))
     else:
         built.prompt = request
-    _set(built.stopping, "max_tokens", max_tokens, "stopping")
+    set_field(built.stopping, "max_tokens", max_tokens, "stopping")
     set_sampling(built.sampling, sampling)
-    _set(built.response, "min_tokens_per_message", min_tokens_per_message, "response")
+    set_field(built.response, "min_tokens_per_message", min_tokens_per_message, "response")
     if guided is not None:
         built.guided.CopyFrom(guided)
     built.stopping.stop.extend([stop] if isinstance(stop, str) else stop)
@@ -371,7 +319,7 @@ def set_sampling(params: sampling_pb2.SamplingParams, values: Mapping[str, Any])
     for name, value in values.items():
         if name not in OPTIONS:
             raise TypeError(f"unknown option {name!r}; sampling has {', '.join(OPTIONS)}")
-        _set(params, name, value, "sampling")
+        set_field(params, name, value, "sampling")
 
 
 def guided_by(
@@ -403,7 +351,8 @@ def whole(response: Value) -> Value:
     return response
 
 
-def _set(message: Message, field: str, value: float | None, path: str = "") -> None:
+def set_field(message: Message, field: str, value: float | None, path: str = "") -> None:
+    """Sets a field unless the value is None. Raises InvalidRequest naming it."""
     if value is None:
         return
     try:

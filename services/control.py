@@ -10,7 +10,15 @@ from baton.engine.v1 import worker_pb2, worker_pb2_grpc
 from baton.errors import Unsupported
 from baton.inference.v1 import cluster_service_pb2, media_pb2, model_pb2, timing_pb2
 from runtime.clock import monotonic
-from services.engines.base import DrawingRules, EmbeddingRules, EngineLoad, ImageRules, MemoryTiers, ModelFacts
+from services.engines.base import (
+    ClipRules,
+    DrawingRules,
+    EmbeddingRules,
+    EngineLoad,
+    ImageRules,
+    MemoryTiers,
+    ModelFacts,
+)
 from services.engines.kv_events import KvChange, KvChanged, KvRemoved, KvSnapshot, KvStored, in_pieces
 from services.handoff.leases import LeaseTable
 from services.handoff.service import layout_message
@@ -248,6 +256,17 @@ def _image_generation(rules: DrawingRules) -> model_pb2.ImageGeneration:
         max_prompt_characters=rules.max_prompt_characters,
         negative_prompt=rules.negative_prompt,
         previews=rules.previews,
+        video=_video_generation(rules.clips) if rules.clips else None,
+    )
+
+
+def _video_generation(rules: ClipRules) -> model_pb2.VideoGeneration:
+    return model_pb2.VideoGeneration(
+        frames=rules.frames,
+        max_frames=rules.max_frames,
+        frame_multiple=rules.frame_multiple,
+        frames_per_second=rules.frames_per_second,
+        mp4=rules.mp4,
     )
 
 
