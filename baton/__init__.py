@@ -10,14 +10,17 @@ messages of the API are in `baton.inference.v1`, such as `baton.inference.v1.gen
 
 | module | subject |
 |---|---|
-| client, async_client | `Client` and `AsyncClient`, and the answers that they stream |
+| client, async_client | `Client` and `AsyncClient` |
+| generation/ | the answers that they stream, which go on after a loss |
 | requests, images | from arguments to messages |
-| cluster_requests | the same of operators' methods |
-| resuming, inquiries | what a client has of a kept answer; how it finds out that a silent router is lost |
+| cluster_requests, drawing_requests | the same of operators' methods, and of those that draw |
+| records | records of requests: digests, and bundles in files |
+| enum_names | the values of enums in words |
 | sampling_options | the numbers of sampling: one row each, from which all façades derive theirs |
 | errors, error_details | the error classes; which one a failed call stands for |
 | files | files that a user names, read within a limit |
 | calls | calls on stubs that raise these errors |
+| version | the version of the client, and of all of Baton |
 | connection/ | `Tls`, `Retry`; channels, metadata and spans of calls |
 | inference/, engine/, etcd/ | generated stubs: the API, the protocol of routers and workers, etcd |
 """
@@ -28,11 +31,13 @@ from typing import TYPE_CHECKING, Any
 from baton.version import __version__
 
 if TYPE_CHECKING:
-    from baton.async_client import AsyncClient, AsyncGeneration
-    from baton.client import Client, Generation
+    from baton.async_client import AsyncClient
+    from baton.client import Client
     from baton.connection.credentials import Tls
     from baton.connection.retry import Resume, Retry
     from baton.errors import BatonError
+    from baton.generation.asynchronous import AsyncGeneration
+    from baton.generation.sync import Generation
 
 __all__ = [
     "AsyncClient",
@@ -49,10 +54,10 @@ __all__ = [
 # Loaded when first used: a program that needs only errors or messages loads no channel.
 _MODULES = {
     "AsyncClient": "baton.async_client",
-    "AsyncGeneration": "baton.async_client",
+    "AsyncGeneration": "baton.generation.asynchronous",
     "BatonError": "baton.errors",
     "Client": "baton.client",
-    "Generation": "baton.client",
+    "Generation": "baton.generation.sync",
     "Resume": "baton.connection.retry",
     "Retry": "baton.connection.retry",
     "Tls": "baton.connection.credentials",

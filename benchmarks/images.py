@@ -23,8 +23,9 @@ from pathlib import Path
 from baton import AsyncClient
 from baton.inference.v1 import generate_pb2
 from benchmarks.processes import child, received, run_process, run_router, until_told
-from devtools.bench.load import GrpcServer, Load, Measured
+from devtools.bench.load import Load, Measured
 from devtools.bench.report import Summary, Targets, summarize
+from devtools.bench.servers import GrpcServer
 from devtools.bench.workload import Images, Lengths, Workload
 from discovery.memory import MemoryRegistry
 from engine_protocol.roles import Role

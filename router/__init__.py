@@ -1,18 +1,15 @@
 """The router: `python -m router CONFIG`. The request path, in the order of reading:
 
-service.py       gRPC services: one context for each request, then the pipeline
-context.py       RequestContext: tenant, priority, deadline, stats, fault plan; the table of running requests
-tenant_names.py  the names of unauthenticated tenants, of which a bounded number have accounts
+service.py       the gRPC service of clients: one context for each request, then the pipeline
+context.py       RequestContext: deadline, stats, fault plan; the table of running requests
+qos.py           the tenant and the priority of a call; which tenants have accounts of their own
 running.py       the requests that run, of all kinds; what begins and ends each
 pipeline.py      a request: validate, tokenize, admit, encode, execute
 execution.py     a request on its workers: prefill, handoff, decode; continues elsewhere when a worker fails
 answers.py       several answers to one prompt
 validation.py    checks of requests, defaults of sampling
-text_limits.py   limits on the texts of large requests, before they are parsed
 tokenization.py  the RPCs Tokenize and Detokenize
 sessions.py      what requests say of prefix caches: retention, sessions and their ends
-explain.py       ExplainRoute: the candidates of a request and their costs
-cancellation.py  stops a request on all its workers
 request_path.py  what answers requests, by whatever protocol they come
 server.py        assembles a router and serves it; config.py is its configuration
 
@@ -30,6 +27,7 @@ multimodal/  media: validation, encoding, the embedding cache, prompts with medi
 decoding/    a request while workers compute it: its state, its decode as it is read, where it continues
 routing/     which workers a policy chooses: filters, policies, costs, retries
 placement/   routing applied to the cluster: the placer, encode workers, KV events
+operators/   the gRPC service of operators
 workers/     the cluster as this router sees it, and the calls to its workers
 telemetry/   stats, timings, metrics and spans of requests
 """

@@ -1,23 +1,22 @@
 """One request as it passes through the router: `RequestContext`, made once in the servicer and passed as `ctx`."""
 
 import asyncio
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import structlog
 
-from baton.connection.credentials import PRIORITY_KEY, TENANT_KEY
-from baton.errors import DeadlineExceeded, InvalidRequest, PermissionDenied, RequestExists, RequestNotFound
+from baton.errors import DeadlineExceeded, PermissionDenied, RequestExists, RequestNotFound
 from baton.inference.v1 import generate_pb2
 from engine_protocol.fault_injection import FAULT_KEY, Fault, RouterPoint, parse
-from router.cancellation import Cancellation
 from router.config import LimitsConfig
+from router.qos import Metadata, RequestQos, UnauthenticatedTenants
 from router.recording.notes import AnswerNotes
 from router.resume.handle import Handle, Keep, answer_call_id, keep_seconds
 from router.telemetry.stats import RequestStats
 from router.telemetry.timings import Timings
-from router.tenant_names import OTHERS, UnauthenticatedTenants
+from router.workers.cancellation import Cancellation
 from rpc.auth.caller import Caller, current_caller
 from rpc.interceptors.calls import arrived_at, message_bytes
 from rpc.metadata import ATTEMPT_KEY, REQUEST_KEY, remaining_seconds, was_left_at_its_deadline
@@ -26,48 +25,8 @@ from runtime.entropy import token_hex
 
 log = structlog.get_logger(__name__)
 
-_MAX_PRIORITY = 10
-_LONGEST_TENANT = 128
 _LARGE_MESSAGE_BYTES = 4096  # checking a larger request on the event loop would delay other streams
 _MANY_IDS = 4096  # so many are checked in a quarter of a millisecond; going to a thread and back takes as long
-
-Metadata = Iterable[tuple[str, str | bytes]]
-
-
-@dataclass(frozen=True, slots=True)
-class RequestQos:
-    """The tenant that a request is charged to, and its priority. Higher priorities go first."""
-
-    tenant: str = ""  # empty for an unnamed caller
-    priority: int = 0
-    shares_account: bool = False  # with other unauthenticated tenants
-
-    @property
-    def account(self) -> str:
-        """The tenant that quotas and the queue count it for."""
-        return OTHERS if self.shares_account else self.tenant
-
-    @classmethod
-    def read(
-        cls, metadata: Metadata | None, caller: Caller | None = None, proxies: frozenset[str] = frozenset()
-    ) -> "RequestQos":
-        """Reads the metadata of a call. An authenticated caller is its own tenant; `proxies` may name others.
-
-        Raises InvalidRequest naming the wrong key.
-        """
-        values = {key: str(value) for key, value in metadata or () if key in (TENANT_KEY, PRIORITY_KEY)}
-        if not values and caller is None:
-            return _UNNAMED
-        return cls(_tenant(values.get(TENANT_KEY, ""), caller, proxies), _priority(values.get(PRIORITY_KEY, "")))
-
-    def metadata(self) -> tuple[tuple[str, str], ...]:
-        """The metadata that passes it on to a worker."""
-        if not self.tenant and not self.priority:
-            return ()
-        return ((TENANT_KEY, self.tenant), (PRIORITY_KEY, str(self.priority)))
-
-
-_UNNAMED = RequestQos()
 
 
 @dataclass(frozen=True, slots=True)
@@ -300,21 +259,3 @@ class _Listed:
         if self._running.get(self._key) is self._ctx:
             del self._running[self._key]
         self._ctx.cancellation.close()
-
-
-def _tenant(name: str, caller: Caller | None, proxies: frozenset[str]) -> str:
-    if caller is not None and caller.name not in proxies:
-        return caller.name
-    # gRPC accepts more characters from clients than it sends to workers.
-    if len(name) > _LONGEST_TENANT or not (name.isascii() and name.isprintable()):
-        raise InvalidRequest.of(TENANT_KEY, f"must be at most {_LONGEST_TENANT} printable ASCII characters")
-    return name or (caller.name if caller else "")
-
-
-def _priority(text: str) -> int:
-    if not text:
-        return 0
-    digits = text.removeprefix("-")
-    if not (digits.isascii() and digits.isdecimal() and len(digits) <= 2) or int(digits) > _MAX_PRIORITY:
-        raise InvalidRequest.of(PRIORITY_KEY, f"must be a whole number from -{_MAX_PRIORITY} to {_MAX_PRIORITY}")
-    return int(text)

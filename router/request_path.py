@@ -14,7 +14,6 @@ from router.context import ContextFactory
 from router.decoding.state import Executor
 from router.embedding.calls import EmbedCalls
 from router.embedding.pipeline import EmbedPipeline
-from router.explain import RouteExplainer, RoutingRequests
 from router.moving.decodes import ReadDecodes
 from router.moving.mover import Mover
 from router.multimodal.cache import EmbeddingCache
@@ -25,6 +24,7 @@ from router.pipeline import Pipeline
 from router.placement.encoders import Encoders, RoleWorkers
 from router.placement.kv_events import KvSubscriber
 from router.placement.placer import Placer
+from router.qos import UnauthenticatedTenants
 from router.recording.recorder import Recorder
 from router.routing.policy import Policy
 from router.routing.prefix.predicted import PredictedSeconds
@@ -32,7 +32,6 @@ from router.routing.retry import Retries
 from router.running import RunningRequests
 from router.sessions import SessionEnds
 from router.telemetry.request_metrics import NoMetrics, RecordedMetrics
-from router.tenant_names import UnauthenticatedTenants
 from router.text.grammar_check import GrammarCheck
 from router.tokenization import Tokenization
 from router.workers.cluster import Cluster
@@ -58,8 +57,6 @@ class RequestPath:
     tokenization: Tokenization
     sessions: SessionEnds
     placer: Placer
-    routing_requests: RoutingRequests
-    explainer: RouteExplainer
     peers: RegisteredPeers | None  # other routers, if this one shares anything with them
     recorder: Recorder | None  # if any request is recorded
     store: MediaStore  # where pictures may be written
@@ -98,7 +95,6 @@ async def open_request_path(
         if config.moving.at_once:
             following = {"moves": Mover(cluster, placer, decodes, config.moving).follow}
             await stack.enter_async_context(lasting_tasks(following))
-        routing_requests = RoutingRequests(cluster, placer, limits)
         yield RequestPath(
             cluster,
             contexts,
@@ -111,8 +107,6 @@ async def open_request_path(
             tokenization,
             SessionEnds(cluster, quotas),
             placer,
-            routing_requests,
-            RouteExplainer(placer, routing_requests, config.routing.policy),
             peers,
             recorder,
             MediaStore(config.media),

@@ -19,11 +19,12 @@ from router.anthropic.endpoints import MessagesEndpoints
 from router.anthropic.errors import ANTHROPIC
 from router.config import RouterConfig
 from router.context import RequestTable
-from router.explain import RouteExplainer
 from router.kserve.service import NAME as KSERVE
 from router.kserve.service import KServeServicer, add_kserve
 from router.openai.app import OPENAI, OpenAIApp
 from router.openai.stored.service import ResponseService
+from router.operators.explain import RouteExplainer, RoutingRequests
+from router.operators.service import ClusterServicer
 from router.peers.service import follow_peers, serve_peers
 from router.picker.picks import EndpointPicker
 from router.picker.service import serve_picker
@@ -31,11 +32,11 @@ from router.processes.siblings import NoSiblings, Siblings
 from router.recording.recorder import find_here
 from router.request_path import RequestPath, open_request_path
 from router.routing.policies import load_policy
-from router.service import ClusterServicer, InferenceServicer
+from router.service import InferenceServicer
 from router.telemetry import metrics
-from router.text_limits import LongestTexts
 from router.workers.cluster import Cluster, watch_cluster
 from router.workers.offer import DeploymentOffer
+from router.workers.text_limits import LongestTexts
 from rpc.auth.access import Access, Rules, open_access
 from rpc.auth.caller import Role
 from rpc.channels import dialer
@@ -84,15 +85,10 @@ class Router:
         """The running requests."""
         return self.path.running.table
 
-    @property
-    def explainer(self) -> RouteExplainer:
-        """Says where a request would run."""
-        return self.path.explainer
-
     def report(self) -> Report:
         """The report at /health."""
-        workers = self.cluster.workers
-        views = {worker.record.worker_id: metrics.CACHE_VIEWS[self.explainer.cache_view(worker)] for worker in workers}
+        workers, placer = self.cluster.workers, self.path.placer
+        views = {worker.record.worker_id: metrics.CACHE_VIEWS[placer.cache_view(worker)] for worker in workers}
         return {"status": status(self.health.serving), **self.cluster.summary(), "cache_views": views}
 
 
@@ -151,7 +147,7 @@ async def host_router(
         openai = await stack.enter_async_context(_open_openai(config, path, edge))
         picker = await stack.enter_async_context(_open_picker(config, path, edge))
         offer = DeploymentOffer(config, cluster, openai.address)
-        services = _services(path, InferenceServicer(path, siblings or NoSiblings(), offer))
+        services = _services(config, path, InferenceServicer(path, siblings or NoSiblings(), offer))
         server = await stack.enter_async_context(_open_server(config, services, health, edge))
         stack.callback(openai.stop)
         stack.callback(picker.stop)
@@ -202,7 +198,8 @@ async def _open_picker(config: RouterConfig, path: RequestPath, edge: _Edge) -> 
     if not config.picker.listen:
         yield _NO_FACADE
         return
-    picker = EndpointPicker(path.cluster, path.placer, path.routing_requests, config.picker)
+    requests = RoutingRequests(path.cluster, path.placer, config.limits)
+    picker = EndpointPicker(path.cluster, path.placer, requests, config.picker)
     async with serve_picker(config, picker, path.cluster, shares_port=edge.shares_port) as server:
         yield _Facade(server.address, server.stop)
 
@@ -233,8 +230,9 @@ async def _open_server(
 _NO_FACADE = _Facade("", lambda: None)
 
 
-def _services(path: RequestPath, inference: InferenceServicer) -> list[Service]:
-    operators = ClusterServicer(path)
+def _services(config: RouterConfig, path: RequestPath, inference: InferenceServicer) -> list[Service]:
+    requests = RoutingRequests(path.cluster, path.placer, config.limits)
+    operators = ClusterServicer(path, RouteExplainer(path.placer, requests, config.routing.policy))
     return [
         Service(_INFERENCE, inference_service_pb2_grpc.add_InferenceServiceServicer_to_server, inference),
         Service(KSERVE, add_kserve, KServeServicer(path)),

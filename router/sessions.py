@@ -20,7 +20,7 @@ from baton.errors import BatonError, InvalidRequest
 from baton.inference.v1 import generate_pb2
 from router.admission.quotas import Quotas
 from router.telemetry.stats import RequestStats
-from router.text import request_input
+from router.text import chat_input
 from router.text.served_model import ServedModel
 from router.workers.cluster import Cluster
 from router.workers.handle import WorkerHandle
@@ -165,7 +165,7 @@ def retained_tokens(
         return 0
     try:
         beginning = _beginning(retain.chat, request.chat)
-        ids, _ = request_input.encode_chat(beginning, model, template_seconds, request.routing.cache_salt)
+        ids, _ = chat_input.encode(beginning, model, template_seconds, request.routing.cache_salt)
     except InvalidRequest:  # from a template that refuses the shorter chat, though not the whole one
         return _NOTHING
     return max(_NOTHING, _common(token_ids, ids))

@@ -14,7 +14,7 @@ from router.admission.quotas import Quotas
 from router.config import LimitsConfig
 from router.telemetry import metrics
 from router.telemetry.stats import RequestStats
-from router.text import request_input
+from router.text import chat_input, request_input
 from router.text.served_model import ServedModel
 from router.workers.cluster import Cluster
 from rpc.violations import Violations
@@ -71,16 +71,16 @@ def _tokenize(
 ) -> tokenize_pb2.TokenizeResponse:
     violations = Violations()
     if request.WhichOneof("input") == "chat":
-        request_input.bound_chat(request.chat, limits, violations)
+        chat_input.bound(request.chat, limits, violations)
         violations.raise_any()
-        request_input.check_chat(request.chat, model, violations)
+        chat_input.check(request.chat, model, violations)
         violations.raise_any()
-        request_input.require_chat(request.chat, model)
-        ids, text = request_input.encode_chat(request.chat, model)
+        chat_input.require(request.chat, model)
+        ids, text = chat_input.encode(request.chat, model)
         return tokenize_pb2.TokenizeResponse(token_ids=ids, text=text)
     request_input.check_prompt(request.prompt, model, violations)
     violations.raise_any()
-    ids = request_input.text_tokenizer(model).encode(request.prompt)
+    ids = model.text_tokenizer.encode(request.prompt)
     return tokenize_pb2.TokenizeResponse(token_ids=ids, text=request.prompt)
 
 
@@ -90,5 +90,5 @@ def _detokenize(request: tokenize_pb2.DetokenizeRequest, model: ServedModel) -> 
     violations.raise_any()
     violations.token_ids("token_ids", request.token_ids, model.limits.vocab_size)
     violations.raise_any()
-    text = request_input.text_tokenizer(model).decode(request.token_ids[:], request.keep_special_tokens)
+    text = model.text_tokenizer.decode(request.token_ids[:], request.keep_special_tokens)
     return tokenize_pb2.DetokenizeResponse(text=text)

@@ -11,8 +11,8 @@ from engine_protocol.sampling_rules import check_bias_ids, check_params
 from router.config import LimitsConfig
 from router.multimodal.prompt import MultimodalPrompt
 from router.sessions import check_cache
+from router.text import chat_input, request_input
 from router.text import media_validation as media
-from router.text import request_input
 from router.text.served_model import ServedModel
 from rpc.violations import Violations
 
@@ -141,7 +141,7 @@ def _bound(
 ) -> None:
     """Raises InvalidRequest if a repeated field is too long to check each item."""
     request_input.bound_ids("token_ids.ids", request.token_ids.ids, model, violations)
-    request_input.bound_chat(request.chat, limits, violations)
+    chat_input.bound(request.chat, limits, violations)
     violations.count("sampling.logit_bias", len(request.sampling.logit_bias), limits.max_logit_biases)
     violations.count("sampling.bad_words", len(request.sampling.bad_words), limits.max_bad_words)
     violations.count("stopping.stop_token_ids", len(request.stopping.stop_token_ids), limits.max_stop_token_ids)
@@ -170,7 +170,7 @@ def _check_input(request: generate_pb2.GenerateRequest, model: ServedModel, viol
         case "prompt":
             request_input.check_prompt(request.prompt, model, violations)
         case "chat":
-            request_input.check_chat(request.chat, model, violations)
+            chat_input.check(request.chat, model, violations)
         case _:
             violations.require(bool(request.token_ids.ids), "token_ids.ids", "is empty")
             violations.token_ids("token_ids.ids", request.token_ids.ids, model.limits.vocab_size)
@@ -242,7 +242,7 @@ def _check_supported(request: generate_pb2.GenerateRequest, model: ServedModel) 
     wanted = [name for name, is_unsupported in unsupported.items() if is_unsupported]
     wanted += [f"sampling.{name}" for name in capabilities.unsupported_sampling if _changes(request.sampling, name)]
     if wanted:
-        raise request_input.unsupported(", ".join(dict.fromkeys(wanted)), model)
+        raise model.unsupported(", ".join(dict.fromkeys(wanted)))
     media.require_modalities(request, model)
 
 

@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 
 from baton.errors import InvalidRequest
+from baton.generation.requests import generate_request
 from baton.inference.v1 import sampling_pb2
 from baton.kserve import inference_pb2
-from baton.requests import generate_request
 from baton.sampling_options import OPTIONS, SamplingOption, given
 from cli.arguments import parse
 from cli.request import build

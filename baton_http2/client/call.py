@@ -135,8 +135,14 @@ class ClientCall:
         self._end(self._trailers or missing, CANCEL)
 
     def fail(self, failure: MessageFailure) -> None:
-        """Ends the call: the peer sent no message of gRPC's, or not one of this method's."""
-        self._end(Status(failure.code, failure.details), CANCEL)
+        """Ends the call: the peer sent no message of gRPC's, or not one of this method's.
+
+        A peer that fails a call may end it within a message: then its status stands.
+        """
+        said = self._trailers
+        if said is None or said.status_code is StatusCode.OK:
+            said = Status(failure.code, failure.details)
+        self._end(said, CANCEL)
 
     def leave(self) -> None:
         """The peer has gone, or has reset the stream."""

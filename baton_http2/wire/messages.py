@@ -122,7 +122,7 @@ class Inbox:
     def end(self) -> None:
         """No more will come. Raises MessageFailure in the midst of a message."""
         if self._partial:
-            raise MessageFailure(StatusCode.INTERNAL, "the request ends within a message")
+            raise MessageFailure(StatusCode.INTERNAL, "the stream ends within a message")
         self.is_ended = True
         self._wake()
 

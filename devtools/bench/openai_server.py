@@ -17,7 +17,7 @@ from urllib.parse import urlsplit
 import h11
 
 from baton.errors import ConfigError, Unavailable
-from devtools.bench.load import Answer, RequestFailed
+from devtools.bench.servers import Answer, RequestFailed
 from devtools.bench.workload import Planned
 from runtime.aio import timeout
 

@@ -2,6 +2,7 @@
 
 uri.py          the strict syntax of URIs, and `data:` URIs
 files.py        `file:` URIs, below allowed folders
-https.py        `https:` URIs: the connection, and redirects; one GET over an open connection
+https.py        `https:` URIs: the connection, and redirects
+exchange.py     one GET over an open connection
 addresses.py    which addresses of a host are public; which hosts a configuration allows
 """

@@ -14,8 +14,8 @@ from collections.abc import Iterable, Iterator, Mapping
 
 from router.admission.lanes import Lane, Tenant, Ticket
 from router.config import Fairness
+from router.qos import OTHERS
 from router.routing.latency import Clock
-from router.tenant_names import OTHERS
 from runtime.clock import monotonic
 
 TOKEN_WORK = 4.0  # of one generated token, in tokens of a prompt

@@ -3,7 +3,6 @@
 from dataclasses import dataclass
 
 from baton.inference.v1 import image_pb2, model_pb2, video_pb2
-from router.text.request_input import unsupported
 from router.text.served_model import ServedModel
 from router.workers.cluster import Cluster
 from rpc.violations import Violations
@@ -34,7 +33,7 @@ def find_model(cluster: Cluster, name: str) -> DrawingModel:
     model = cluster.model(name, [one for one in cluster.models if one.name in drawing])
     if model.name in drawing:
         return drawing[model.name]
-    raise unsupported("pictures, since no worker has the role diffuse", model)
+    raise model.unsupported("pictures, since no worker has the role diffuse")
 
 
 Request = image_pb2.ImageServiceGenerateRequest | video_pb2.VideoServiceGenerateRequest
@@ -45,7 +44,7 @@ def check(request: Request, target: DrawingModel) -> None:
     violations, options, rules = Violations(), request.options, target.rules
     if isinstance(request, video_pb2.VideoServiceGenerateRequest):
         if not rules.HasField("video"):
-            raise unsupported("clips", target.model)
+            raise target.model.unsupported("clips")
         _check_clip(request, rules, violations)
     violations.request_id(request.request_id)
     violations.require(bool(options.prompt), "options.prompt", "is empty")
@@ -61,9 +60,9 @@ def check(request: Request, target: DrawingModel) -> None:
         violations.number("options.number", options.number, 1, rules.max_number)
     violations.raise_any()
     if options.negative_prompt and not rules.negative_prompt:
-        raise unsupported("options.negative_prompt", target.model)
+        raise target.model.unsupported("options.negative_prompt")
     if options.preview_steps and not rules.previews:
-        raise unsupported("options.preview_steps", target.model)
+        raise target.model.unsupported("options.preview_steps")
 
 
 def _check_clip(

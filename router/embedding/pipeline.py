@@ -15,7 +15,6 @@ from router.context import ContextFactory, RequestContext
 from router.embedding.calls import ROLE, EmbedCalls, WantedVectors
 from router.running import RunningRequests
 from router.telemetry.spans import set_embed_attributes
-from router.text.request_input import unsupported
 from router.text.served_model import ServedModel
 from router.workers.cluster import Cluster
 from rpc.violations import Violations
@@ -35,7 +34,7 @@ def find_model(cluster: Cluster, name: str) -> EmbeddingModel:
     for worker in cluster.workers:
         if worker.record.model == model.name and worker.model is not None and worker.model.embedding is not None:
             return EmbeddingModel(worker.model, worker.model.embedding)
-    raise unsupported("embeddings, since no worker has the role embed", model)
+    raise model.unsupported("embeddings, since no worker has the role embed")
 
 
 def check(request: embed_pb2.EmbedRequest, target: EmbeddingModel, max_inputs: int) -> None:
@@ -79,7 +78,7 @@ def _check_input(path: str, one: embed_pb2.EmbedInput, target: EmbeddingModel, v
 
 def _check_text(path: str, text: str, target: EmbeddingModel, violations: Violations) -> None:
     if target.model.tokenizer is None:
-        raise unsupported(f"{path}.text", target.model)
+        raise target.model.unsupported(f"{path}.text")
     violations.require(bool(text), path, "is empty")
     most = target.rules.max_input_tokens * target.model.tokenizer.longest_token
     violations.require(

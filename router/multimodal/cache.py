@@ -12,12 +12,11 @@ from typing_extensions import Self
 from baton.engine.v1 import encode_pb2
 from baton.errors import DeadlineExceeded
 from baton.inference.v1 import generate_pb2
-from router.cancellation import Cancellation
 from router.config import EmbeddingsConfig
 from router.multimodal.leases import EmbeddingLease, LeaseRenewer
 from router.placement.encoders import EncoderVersion
 from router.telemetry import metrics
-from router.workers.aborts import abort
+from router.workers.cancellation import Cancellation, abort
 from router.workers.handle import WorkerHandle
 from runtime.aio import forget_cancellation
 from runtime.clock import monotonic

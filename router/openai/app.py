@@ -52,7 +52,7 @@ from router.openai.stored.service import ID_PREFIX, ResponseService
 from router.request_path import RequestPath
 from router.stream.collector import UnaryCollector
 from router.text import request_input
-from router.text_limits import LongestTexts
+from router.workers.text_limits import LongestTexts
 from rpc.auth.access import Access
 from rpc.interceptors.calls import RunningCalls, authorize, record_arrival
 from rpc.interceptors.logging import log_call

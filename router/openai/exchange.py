@@ -17,7 +17,7 @@ from router.openai.fields import read
 from router.openai.json_body import parse
 from router.request_path import RequestPath
 from router.stream.collector import UnaryCollector
-from router.text_limits import LongestTexts
+from router.workers.text_limits import LongestTexts
 from rpc.interceptors.calls import record_size
 from rpc.interceptors.counting import TextLimits
 from rpc.status import code_of

@@ -20,12 +20,12 @@ from baton.errors import BatonError, InvalidRequest, NoWorker
 from baton.inference.v1 import generate_pb2, inference_service_pb2
 from engine_protocol.roles import completing
 from router.config import PickerConfig
-from router.explain import RoutingRequests
 from router.openai.chat import ChatCompletionRequest
 from router.openai.completions import CompletionRequest
 from router.openai.fields import read
 from router.openai.json_body import parse
 from router.openai.responses import ResponsesRequest
+from router.operators.explain import RoutingRequests
 from router.picker.messages import Head
 from router.placement.placer import Placer
 from router.routing.policy import Placement, Progress

@@ -21,11 +21,12 @@ from baton.errors import (
     StaleEpoch,
     Unavailable,
 )
-from baton.inference.v1 import generate_pb2, record_pb2
+from baton.inference.v1 import cluster_service_pb2, generate_pb2, record_pb2
 from baton.version import __version__
+from discovery.record import nearness
 from router.context import RequestContext
-from router.explain import candidate_message
 from router.recording.notes import AnswerNotes, AttemptNote, PlacementNote
+from router.routing.policy import Prediction, W
 from runtime.entropy import token_hex
 
 _MOST_CANDIDATES = 8
@@ -224,3 +225,28 @@ def _duration(seconds: float) -> Duration:
     duration = Duration()
     duration.FromNanoseconds(max(0, round(seconds * 1e9)))
     return duration
+
+
+def candidate_message(prediction: Prediction[W]) -> cluster_service_pb2.RouteCandidate:
+    """A place to run a request, with the terms of its predicted cost."""
+    prefill, decode, peer = prediction.prefill_worker, prediction.decode_worker, prediction.load.peer
+    return cluster_service_pb2.RouteCandidate(
+        prefill_worker_id=prefill.record.worker_id if prefill else "",
+        decode_worker_id=decode.record.worker_id,
+        total_seconds=prediction.total,
+        wait_seconds=prediction.wait,
+        prefill_seconds=prediction.prefill,
+        transfer_seconds=prediction.transfer,
+        decode_seconds=prediction.decode,
+        stall_seconds=prediction.stall,
+        cached_tokens=prediction.cached_tokens,
+        uncached_tokens=prediction.uncached_tokens,
+        has_kv_events=prediction.has_kv_events,
+        distance_seconds=prediction.distance,
+        load_seconds=prediction.load.seconds,
+        host_tokens=prediction.load.host_tokens,
+        disk_tokens=prediction.load.disk_tokens,
+        peer_tokens=peer.tokens if peer else 0,
+        peer_worker_id=peer.record.worker_id if peer else "",
+        nearness=nearness(prefill.record.known_location, decode.record.known_location) if prefill else "",
+    )

@@ -11,7 +11,7 @@ from google.protobuf.message import DecodeError
 from baton.engine.v1 import decode_pb2, prompt_pb2, resume_pb2
 from baton.errors import BatonError, Cancelled, InvalidReply, PositionInvalid, StaleAttempt, StreamLost
 from baton.inference.v1 import generate_pb2, sampling_pb2
-from router.context import RequestQos
+from router.qos import RequestQos
 from router.resume.finding import StreamFinder
 from router.resume.handle import Continued, Handle, Keep, answer_call_id, owner_sha256
 from router.telemetry import metrics

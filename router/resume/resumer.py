@@ -18,10 +18,10 @@ from baton.errors import (
 from baton.inference.v1 import generate_pb2, timing_pb2
 from baton_http2.server.reply import Reply
 from router.answers import SharedReply, write_answer
-from router.cancellation import Cancellation
-from router.context import ContextFactory, Deadline, RequestContext, RequestQos
+from router.context import ContextFactory, Deadline, RequestContext
 from router.multimodal.prompt import AdoptedPrompt
 from router.pipeline import Pipeline
+from router.qos import RequestQos
 from router.resume.attaching import Adopted, Answer, Attacher, Lost, ResumeRequest, first_adopted, known_of
 from router.resume.execution import ResumedExecution
 from router.resume.handle import Handle, keep_seconds
@@ -33,6 +33,7 @@ from router.telemetry.spans import set_adopted_attributes
 from router.telemetry.stats import RequestStats
 from router.telemetry.timings import Timings
 from router.text.served_model import ServedModel
+from router.workers.cancellation import Cancellation
 from rpc.auth.caller import current_caller
 from rpc.interceptors.calls import arrived_at
 from rpc.metadata import remaining_seconds

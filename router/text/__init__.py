@@ -1,6 +1,7 @@
 """Text: from prompts to ids, and from ids to text.
 
-request_input.py  a request's texts and conversations: checks, and token ids
+request_input.py  a request's texts: checks, and token ids
+chat_input.py     its conversations: the same
 tokenizer.py      a model's tokenizer, from the files in its card
 chat_template.py  conversations rendered as one text
 completion.py     Completion: the growing output of a request, and why it ends

@@ -10,7 +10,6 @@ from baton.inference.v1 import generate_pb2
 from grammars.guide import Guide, read_guide
 from grammars.source import check_guide
 from grammars.tasks import GrammarThread
-from router.text import request_input
 from router.text.parsing.tool_grammar import guided_calls, name_tools, wants_guided_calls
 from router.text.served_model import ServedModel
 
@@ -45,7 +44,7 @@ class GrammarCheck:
         if request.HasField("guided"):
             raise InvalidRequest.of("guided", "cannot be combined with strict tools or a tool choice")
         if not model.capabilities.guided_decoding:
-            raise request_input.unsupported("guided decoding, which strict tools and a tool choice need", model)
+            raise model.unsupported("guided decoding, which strict tools and a tool choice need")
         guided = guided_calls(request.chat, model.tokenizer.tool_format if model.tokenizer else None)
         try:
             await self.check(guided)

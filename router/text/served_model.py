@@ -4,10 +4,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from baton.engine.v1 import worker_pb2
+from baton.errors import Unsupported
 from baton.inference.v1 import generate_pb2, model_pb2
 from router.text.parsing.parts import ReasoningParser
 from router.text.parsing.registry import AnswerParser
 from router.text.tokenizer import Tokenizer
+from rpc.violations import Violations
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +52,25 @@ class ServedModel:
     def abilities(self) -> str:
         """The model's capabilities, for error messages."""
         return ", ".join(self._inputs_and_options)
+
+    @property
+    def text_tokenizer(self) -> Tokenizer:
+        """The tokenizer. Raises Unsupported if the model takes no text."""
+        if self.tokenizer is None:
+            raise self.unsupported("text")
+        return self.tokenizer
+
+    def unsupported(self, what: str) -> Unsupported:
+        """The error for something that the model lacks."""
+        return Unsupported(f"{self.name} does not support {what}; it supports {self.abilities}")
+
+    def check_length(self, field: str, length: int, violations: Violations) -> None:
+        """Notes a text of so many characters that the model's context never holds it."""
+        if self.tokenizer is None:
+            return
+        most = self.limits.max_context_tokens * self.tokenizer.longest_token
+        text = f"has {length} characters; the context of the model never holds more than {most}"
+        violations.require(length <= most, field, text)
 
     @property
     def features(self) -> Sequence[str]:

@@ -7,11 +7,11 @@ role_calls.py    a call of a role to one worker after another, until one has ans
 destinations.py  Destination: what a decode worker allocates early; where it may borrow a prompt's beginning
 prefetches.py    Prefetch: a decode worker reads KV while its prompt is computed
 replies.py       checks what workers answer, and suspends those that answer wrong
-aborts.py        stops calls on workers
+cancellation.py  stops a request on all its workers, and here
 loras.py         which adapter a name stands for, and the reports of adapters
 offer.py         Offer: what all of this offers, for GetServerInfo
+text_limits.py   limits on the texts of large requests, by the models, before they are parsed
 spans.py         the attributes of spans that name workers
 
 watching/    one worker as its router watches it: health, load, and the calls that wait for it
-operations.py    what operators do with workers: adapters, drains, moves, changes of a role
 """

@@ -28,7 +28,7 @@ from router.context import RequestContext
 from router.recording.notes import AttemptNote
 from router.routing.policy import Placement
 from router.telemetry.stages import CallTiming, name_of
-from router.workers.aborts import abort_unanswered
+from router.workers.cancellation import abort_unanswered
 from router.workers.destinations import Destination, DestinationLost, prefix_source
 from router.workers.handle import WorkerHandle
 from router.workers.replies import of_worker

@@ -10,8 +10,8 @@ from support.eventually import eventually
 
 from baton import AsyncClient, Resume
 from baton.errors import Cancelled, InvalidRequest, RequestNotFound, Unavailable, Unsupported
+from baton.generation.requests import generate
 from baton.inference.v1 import generate_pb2
-from baton.requests import generate
 
 
 async def test_a_string_is_a_prompt(cluster: SmallCluster) -> None:

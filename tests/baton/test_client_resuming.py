@@ -13,8 +13,8 @@ from support.eventually import eventually
 from support.servers.tcp_proxy import TcpProxy
 
 from baton import AsyncClient, Client, Resume
-from baton.async_client import AsyncGeneration
 from baton.errors import Cancelled, StreamLost, Unavailable
+from baton.generation.asynchronous import AsyncGeneration
 from baton.inference.v1 import generate_pb2, inference_service_pb2_grpc
 from router.server import host_router
 from runtime.aio import timeout

@@ -13,9 +13,9 @@ from support.servers.tcp_proxy import TcpProxy
 from baton import Resume
 from baton.calls import stream, unary
 from baton.errors import BatonError
+from baton.generation.inquiries import Finding, Inquiries, Question, Reply
+from baton.generation.resuming import Received, Silence
 from baton.inference.v1 import generate_pb2, inference_service_pb2_grpc
-from baton.inquiries import Finding, Inquiries, Question, Reply
-from baton.resuming import Received, Silence
 from router.server import host_router
 from rpc.channels import open_channel
 from runtime.aio import timeout

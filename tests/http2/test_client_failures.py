@@ -131,6 +131,16 @@ BREACHES: dict[str, tuple[Callable[[Peer], Frames], StatusCode, str]] = {
         StatusCode.INTERNAL,
         "within a message",
     ),
+    "a failure within a message": (
+        lambda peer: [
+            SETTINGS,
+            head(peer),
+            DataFrame(1, message(b"abc")[:6]),
+            trailers(peer, ("grpc-status", "4"), ("grpc-message", "too late")),
+        ],
+        StatusCode.DEADLINE_EXCEEDED,
+        "too late",
+    ),
     "a compressed message": (
         lambda peer: [SETTINGS, head(peer), DataFrame(1, message(b"abc", compressed=1))],
         StatusCode.INTERNAL,

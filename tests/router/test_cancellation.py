@@ -6,7 +6,7 @@ import sys
 import pytest
 
 from baton.errors import Cancelled
-from router.cancellation import Cancellation
+from router.workers.cancellation import Cancellation
 
 
 async def test_a_stopped_request_leaves_its_task_to_answer_the_call() -> None:

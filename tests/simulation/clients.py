@@ -9,9 +9,9 @@ from grpc import aio
 from baton.connection.credentials import TENANT_KEY
 from baton.connection.retry import Resume
 from baton.error_details import from_rpc_error
+from baton.generation.resuming import Received
 from baton.inference.v1 import generate_pb2 as pb
 from baton.inference.v1 import inference_service_pb2_grpc
-from baton.resuming import Received
 from simulation.channel import SimulatedChannel
 from simulation.entropy import Time
 from simulation.facades import HttpCall, KServeCall

@@ -15,6 +15,8 @@ _MOST_SLOW = 4096
 _LOST_SECONDS = 0.2  # until a segment is sent again
 _NOBODY = Context()
 
+_LATE_SECONDS = 0.1
+
 
 class Pair:
     """Both ends of a connection."""
@@ -150,6 +152,11 @@ class Connection(asyncio.Transport):
         if not self.closed:
             self.lose(None)
             self.peer.reset_soon()
+
+    @property
+    def is_late(self) -> bool:
+        """True if bytes are on their way since the connection was slow."""
+        return self._is_moving and self._last_at > Time.now + _LATE_SECONDS
 
     # How bytes move.
 

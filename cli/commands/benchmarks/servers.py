@@ -12,8 +12,9 @@ from baton.errors import ConfigError, ModelNotFound, Unavailable
 from baton.inference.v1 import generate_pb2
 from cli.commands.benchmarks.reports import Progress
 from cli.connection import connect, find_credentials
-from devtools.bench.load import AtOnce, BenchServer, GrpcServer, Load, Step, sweep
+from devtools.bench.load import AtOnce, Load, Step, sweep
 from devtools.bench.openai_server import HttpTarget, OpenAIServer
+from devtools.bench.servers import BenchServer, GrpcServer
 from devtools.bench.workload import Images, Lengths, Workload, read_lengths
 
 

@@ -16,7 +16,7 @@ from baton.errors import BatonError, InvalidRequest, RequestNotFound, StreamAdop
 from baton.inference.v1 import generate_pb2
 from baton_http2.server.reply import Reply
 from router.config import StoredResponsesConfig
-from router.context import RequestContext, RequestQos
+from router.context import RequestContext
 from router.openai.call import HttpCall
 from router.openai.choices import now
 from router.openai.errors import PLAIN_NAMES, FieldNames, known_error
@@ -24,6 +24,7 @@ from router.openai.fields import read
 from router.openai.responses import ResponseBuilder, ResponsesRequest
 from router.openai.stored.document import ResponseDocument
 from router.openai.stored.table import StoredResponse, StoredResponses
+from router.qos import RequestQos
 from router.request_path import RequestPath
 from router.resume.handle import Handle, owner_sha256
 from router.resume.resumer import Resumer

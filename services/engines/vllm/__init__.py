@@ -11,7 +11,8 @@ orphans.py        ends vLLM's processes when the worker's process is killed
 facts.py          what the engine says about its model
 lora_slots.py     adapters inside vLLM
 requests/         one request: sampling, submission, output, abort
-handoff.py        KV between two engines: what is held, and the state that a reader gets
+handoff.py        the state of a handoff, as a reader gets it
+held_kv.py        KV that vLLM holds for readers
 monitoring/       statistics, metrics and KV events
 inside/           what runs inside vLLM's own processes
 """

@@ -22,7 +22,8 @@ from services.engines.lora.adapters import LoraAdapters
 from services.engines.prompt import Prompt, Sampling
 from services.engines.vllm.config import VllmConfig
 from services.engines.vllm.facts import vllm_facts
-from services.engines.vllm.handoff import HeldByVllm, Remembered, VllmHeldKv, read_state
+from services.engines.vllm.handoff import Remembered, read_state
+from services.engines.vllm.held_kv import HeldByVllm, VllmHeldKv
 from services.engines.vllm.loading import EngineStart, ResolvedVllm, can_hand_over, end, start
 from services.engines.vllm.lora_slots import CopiedLora, VllmLoraSlots, linear_shapes
 from services.engines.vllm.monitoring import metrics

@@ -20,7 +20,7 @@ from router.admission.predictor import RequestEstimate
 from router.admission.queue import AdmissionQueue
 from router.admission.quotas import Quotas
 from router.config import AdmissionConfig, QuotasConfig, RouterConfig
-from router.context import RequestQos
+from router.qos import RequestQos
 from router.telemetry import metrics
 from runtime.config import load
 

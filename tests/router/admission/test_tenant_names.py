@@ -16,8 +16,8 @@ from baton.inference.v1 import cluster_service_pb2, cluster_service_pb2_grpc, ge
 from discovery.memory import MemoryRegistry
 from router.admission.fair_queue import FairQueue
 from router.config import AdmissionConfig, QuotaConfig, QuotasConfig, RouterConfig
+from router.qos import IDLE_SECONDS, OTHERS, UnauthenticatedTenants
 from router.server import Router, host_router
-from router.tenant_names import IDLE_SECONDS, OTHERS, UnauthenticatedTenants
 from rpc.channels import open_channel
 from services.server import host_worker
 

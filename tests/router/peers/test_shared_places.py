@@ -15,7 +15,7 @@ from baton.errors import BatonError
 from router.admission.predictor import RequestEstimate
 from router.admission.queue import AdmissionQueue
 from router.config import AdmissionConfig, Fairness
-from router.context import RequestQos
+from router.qos import RequestQos
 
 PLACES, STEP = 16, 0.05
 

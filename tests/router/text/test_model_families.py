@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerFast
 from baton.errors import InvalidRequest
 from baton.inference.v1 import generate_pb2, model_pb2
 from router.openai.messages import ChatMessage, FunctionTool, add_messages, add_tools
-from router.text import request_input
+from router.text import chat_input
 from router.text.served_model import ServedModel
 from router.text.tokenizer import Tokenizer
 
@@ -91,7 +91,7 @@ def rendered_here(template: str, messages: list[dict[str, Any]], tools: Any, var
     add_tools(chat, [FunctionTool(**tool).function for tool in tools], "function.")
     chat.template_variables.update(variables)
     try:
-        return request_input.encode_chat(chat, served(template))[1]
+        return chat_input.encode(chat, served(template))[1]
     except InvalidRequest:
         return None
 

@@ -49,7 +49,8 @@ class WindowsAgree(Invariant):
         """True if what is sent arrives: no fault holds it, and nobody stands still."""
         ends = pair.ends
         still = any(
-            end.node.dead or end.node.paused or end.black_hole or end.rate or end._reader_paused for end in ends
+            end.node.dead or end.node.paused or end.black_hole or end.rate or end._reader_paused or end.is_late
+            for end in ends
         )
         known = all(isinstance(end.protocol, (ClientConnection, ServerConnection)) for end in ends)
         return known and not (still or self.world.network.is_cut(*pair.nodes))

@@ -5,6 +5,7 @@ from collections.abc import Callable
 from typing import Any
 
 from baton.errors import EngineFailed
+from services.engines.memory.shared_pool import Scratch
 from services.engines.simulated.blocks import Blocks, Contents
 from services.engines.simulated.engine import SimulatedEngine
 from services.handoff.leases import LeaseTable, Released
@@ -125,6 +126,8 @@ class KvIsConfirmed(Invariant):
         record_pulls(self._note)
 
     def _note(self, reader: Any, transfer: Any) -> None:
+        if isinstance(transfer.memory, Scratch):
+            return  # embeddings, whose blocks are no KV's
         for block in transfer.destination:
             if transfer.handoff_id:
                 self._pulled[reader, block] = transfer.handoff_id

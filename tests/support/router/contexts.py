@@ -1,9 +1,10 @@
 """Request contexts, for tests of parts of the router without a call."""
 
 from baton.inference.v1 import generate_pb2
-from router.cancellation import Cancellation
-from router.context import Deadline, FaultPlan, RequestContext, RequestQos
+from router.context import Deadline, FaultPlan, RequestContext
+from router.qos import RequestQos
 from router.telemetry.stats import RequestStats
+from router.workers.cancellation import Cancellation
 from rpc.auth.caller import Caller
 
 

@@ -21,7 +21,8 @@ from services.engines.kv_events import KvChanged
 from services.engines.kv_transfer import RemoteKv
 from services.engines.prompt import Prompt, Sampling
 from services.engines.vllm.engine import VllmEngine
-from services.engines.vllm.handoff import VllmHeldKv, read_state
+from services.engines.vllm.handoff import read_state
+from services.engines.vllm.held_kv import VllmHeldKv
 from services.handoff.leases import LeaseTable
 
 pytestmark = [pytest.mark.requires_vllm, pytest.mark.usefixtures("end_of_vllm")]

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from services.engines.external.held_kv import ExternalPrefill
-from services.engines.vllm.handoff import HeldByVllm, VllmHeldKv
+from services.engines.vllm.held_kv import HeldByVllm, VllmHeldKv
 
 
 class EngineDeadError(Exception):

@@ -14,8 +14,8 @@ from google.protobuf.message import Message
 
 from baton.connection.retry import Resume
 from baton.errors import BatonError, DeadlineExceeded, Unavailable
+from baton.generation.resuming import Received
 from baton.inference.v1 import generate_pb2, server_info_pb2
-from baton.resuming import Received
 
 # The time for the answer to a question is so many round trips, and at least this; or the second, where none is known.
 _ROUND_TRIPS, _LEAST_SECONDS, _UNKNOWN_SECONDS = 3.0, 0.1, 0.3

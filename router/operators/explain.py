@@ -4,11 +4,11 @@ import asyncio
 
 from baton.engine.v1 import prompt_pb2
 from baton.inference.v1 import cluster_service_pb2, generate_pb2
-from discovery.record import nearness
 from router import validation
 from router.config import LimitsConfig
 from router.placement.placer import Placer
-from router.routing.policy import Prediction, RoutingRequest, needed_capabilities
+from router.recording.record import candidate_message
+from router.routing.policy import RoutingRequest, needed_capabilities
 from router.text import request_input
 from router.workers.cluster import Cluster
 from router.workers.handle import WorkerHandle
@@ -69,28 +69,3 @@ class RouteExplainer:
         placement = self._placer.place(request)
         placement.progress.close()
         return placement.explain()
-
-
-def candidate_message(prediction: Prediction[WorkerHandle]) -> cluster_service_pb2.RouteCandidate:
-    """A place to run a request, with the terms of its predicted cost."""
-    prefill, decode, peer = prediction.prefill_worker, prediction.decode_worker, prediction.load.peer
-    return cluster_service_pb2.RouteCandidate(
-        prefill_worker_id=prefill.record.worker_id if prefill else "",
-        decode_worker_id=decode.record.worker_id,
-        total_seconds=prediction.total,
-        wait_seconds=prediction.wait,
-        prefill_seconds=prediction.prefill,
-        transfer_seconds=prediction.transfer,
-        decode_seconds=prediction.decode,
-        stall_seconds=prediction.stall,
-        cached_tokens=prediction.cached_tokens,
-        uncached_tokens=prediction.uncached_tokens,
-        has_kv_events=prediction.has_kv_events,
-        distance_seconds=prediction.distance,
-        load_seconds=prediction.load.seconds,
-        host_tokens=prediction.load.host_tokens,
-        disk_tokens=prediction.load.disk_tokens,
-        peer_tokens=peer.tokens if peer else 0,
-        peer_worker_id=peer.record.worker_id if peer else "",
-        nearness=nearness(prefill.record.known_location, decode.record.known_location) if prefill else "",
-    )
