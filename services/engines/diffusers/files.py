@@ -35,17 +35,22 @@ def png(image: Image.Image) -> bytes:
 
 
 def mp4(frames: Sequence[Image.Image], frames_per_second: float) -> bytes:
-    """The clip as H.264, of one thread, so that the same frames give the same bytes. Width and height are even."""
+    """The clip as H.264, of one thread, so that the same frames give the same bytes. Raises ValueError if the encoder
+    refuses them, as it does an odd width or height.
+    """
     import av
 
     file = io.BytesIO()
-    with av.open(file, "w", format="mp4") as container:
-        stream = container.add_stream("libx264", Fraction(frames_per_second).limit_denominator(_FINEST_RATE))
-        stream.width, stream.height = frames[0].size
-        stream.pix_fmt = "yuv420p"
-        stream.thread_count = 1
-        stream.options = {"crf": _QUALITY}
-        for frame in frames:
-            container.mux(stream.encode(av.VideoFrame.from_ndarray(numpy.asarray(frame), "rgb24")))
-        container.mux(stream.encode())
+    try:
+        with av.open(file, "w", format="mp4") as container:
+            stream = container.add_stream("libx264", Fraction(frames_per_second).limit_denominator(_FINEST_RATE))
+            stream.width, stream.height = frames[0].size
+            stream.pix_fmt = "yuv420p"
+            stream.thread_count = 1
+            stream.options = {"crf": _QUALITY}
+            for frame in frames:
+                container.mux(stream.encode(av.VideoFrame.from_ndarray(numpy.asarray(frame), "rgb24")))
+            container.mux(stream.encode())
+    except av.FFmpegError as error:
+        raise ValueError(f"the frames cannot be written as MP4: {error}") from error
     return file.getvalue()

@@ -29,6 +29,7 @@ from support.engines.pipelines import write_latte, write_wan
 
 from services.engines.diffusers.config import DiffusionConfig
 from services.engines.diffusers.engine import DiffusersEngine
+from services.engines.diffusers.files import mp4
 from services.engines.diffusers.pipeline import pipeline_class
 
 CHECKPOINT = Path(__file__).parents[4] / "models" / "demo_diffusion"
@@ -126,6 +127,21 @@ async def test_a_clip_is_its_frames_or_one_mp4_of_them_and_the_same_each_time(fi
     drawn = [numpy.asarray(Image.open(io.BytesIO(png))).astype(int) for png in clip.frames]
     assert len(decoded) == 8
     assert all(abs(one - other).mean() < 24 for one, other in zip(decoded, drawn, strict=True))
+
+
+async def test_frames_that_cannot_be_an_mp4_fail_their_drawing_alone(tmp_path: Path) -> None:
+    config = CONFIG.model_copy(update={"model": write_latte(tmp_path)})
+    async with DiffusersEngine(config) as engine:
+        for rate in (float("nan"), float("inf")):
+            drawing = replace(CLIP, clip=ClipOptions(8, rate, is_mp4=True))
+            with pytest.raises(InvalidRequest, match="LattePipeline cannot draw this"):
+                await clip_of(engine, drawing)
+        await drawn(engine, DRAWING)
+
+
+def test_an_odd_size_is_no_mp4() -> None:
+    with pytest.raises(ValueError, match="cannot be written as MP4"):
+        mp4([Image.new("RGB", (63, 63))] * 2, 8.0)
 
 
 async def clip_of(engine: DiffusersEngine, drawing: Drawing) -> Clip:
