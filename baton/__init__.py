@@ -13,7 +13,7 @@ messages of the API are in `baton.inference.v1`, such as `baton.inference.v1.gen
 | client, async_client | `Client` and `AsyncClient` |
 | generation/ | the answers that they stream, which go on after a loss |
 | requests, images | from arguments to messages |
-| cluster_requests | the same of operators' methods |
+| cluster_requests, drawing_requests | the same of operators' methods, and of those that draw |
 | records | records of requests: digests, and bundles in files |
 | enum_names | the values of enums in words |
 | sampling_options | the numbers of sampling: one row each, from which all façades derive theirs |

@@ -8,17 +8,19 @@ from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
 
 from grpc import aio
 
-from baton import cluster_requests, requests
+from baton import cluster_requests, drawing_requests, requests
 from baton.calls import stream, unary
 from baton.connection.credentials import Tls
 from baton.connection.routers import Routers
 from baton.connection.settings import CHANNEL_OPTIONS, STOP_SECONDS, Settings
+from baton.drawing_requests import DrawCall
 from baton.errors import BatonError
 from baton.generation import requests as answers
 from baton.generation.asynchronous import AsyncGeneration, AsyncInquirer
 from baton.inference.v1 import (
     generate_pb2,
     image_pb2,
+    video_pb2,
 )
 from baton.requests import UnaryCall
 
@@ -101,12 +103,23 @@ class AsyncClient:
         """Returns a whole answer at once; `.token.text` is its text. The arguments are those of `generate`."""
         return await self._call(answers.generate_unary(call))
 
-    @requests.takes(requests.draw)
-    async def draw(self, call: requests.DrawCall) -> AsyncGenerator[image_pb2.ImageServiceGenerateResponse, None]:
-        with self._settings.begin("ImageService/Generate") as trace:
+    @requests.takes(drawing_requests.draw)
+    def draw(
+        self, call: DrawCall[image_pb2.ImageServiceGenerateRequest]
+    ) -> AsyncGenerator[image_pb2.ImageServiceGenerateResponse, None]:
+        return self._drawing("ImageService/Generate", call)
+
+    @requests.takes(drawing_requests.draw_video)
+    def draw_video(
+        self, call: DrawCall[video_pb2.VideoServiceGenerateRequest]
+    ) -> AsyncGenerator[video_pb2.VideoServiceGenerateResponse, None]:
+        return self._drawing("VideoService/Generate", call)
+
+    async def _drawing(self, method: str, call: DrawCall[Any]) -> AsyncGenerator[Any, None]:
+        with self._settings.begin(method) as trace:
             metadata = self._settings.metadata(trace, call.priority)
             seconds = self._settings.attempts(call.timeout_seconds).seconds_left
-            events = stream(self._routers.call("ImageService/Generate", call.request, seconds, metadata))
+            events = stream(self._routers.call(method, call.request, seconds, metadata))
             async with aclosing(events):
                 async for event in events:
                     yield event

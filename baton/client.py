@@ -2,20 +2,22 @@
 
 import time
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Concatenate, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
 
 import grpc
 
-from baton import cluster_requests, requests
+from baton import cluster_requests, drawing_requests, requests
 from baton.connection.credentials import Tls
 from baton.connection.routers import Routers
 from baton.connection.settings import CHANNEL_OPTIONS, Settings
+from baton.drawing_requests import DrawCall
 from baton.error_details import from_rpc_error
 from baton.generation import requests as answers
 from baton.generation.sync import Generation, Inquirer, Stops, error_of
 from baton.inference.v1 import (
     generate_pb2,
     image_pb2,
+    video_pb2,
 )
 from baton.requests import UnaryCall
 
@@ -93,12 +95,23 @@ class Client:
         """Returns a whole answer at once; `.token.text` is its text. The arguments are those of `generate`."""
         return self._call(answers.generate_unary(call))
 
-    @requests.takes(requests.draw)
-    def draw(self, call: requests.DrawCall) -> Iterator[image_pb2.ImageServiceGenerateResponse]:
-        with self._settings.begin("ImageService/Generate") as trace:
+    @requests.takes(drawing_requests.draw)
+    def draw(
+        self, call: DrawCall[image_pb2.ImageServiceGenerateRequest]
+    ) -> Iterator[image_pb2.ImageServiceGenerateResponse]:
+        return self._drawing("ImageService/Generate", call)
+
+    @requests.takes(drawing_requests.draw_video)
+    def draw_video(
+        self, call: DrawCall[video_pb2.VideoServiceGenerateRequest]
+    ) -> Iterator[video_pb2.VideoServiceGenerateResponse]:
+        return self._drawing("VideoService/Generate", call)
+
+    def _drawing(self, method: str, call: DrawCall[Any]) -> Iterator[Any]:
+        with self._settings.begin(method) as trace:
             metadata = self._settings.metadata(trace, call.priority)
             seconds = self._settings.attempts(call.timeout_seconds).seconds_left
-            events = self._routers.call("ImageService/Generate", call.request, seconds, metadata)
+            events = self._routers.call(method, call.request, seconds, metadata)
             try:
                 yield from events
             except grpc.RpcError as error:

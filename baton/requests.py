@@ -17,7 +17,6 @@ from baton.errors import InvalidRequest
 from baton.inference.v1 import (
     embed_pb2,
     generate_pb2,
-    image_pb2,
     model_pb2,
     record_pb2,
     server_info_pb2,
@@ -88,57 +87,6 @@ def cancel(
     """
     message = generate_pb2.CancelGenerationRequest(request_id=request_id)
     return UnaryCall("InferenceService/CancelGeneration", message, lambda it: list(it.receipts), timeout_seconds)
-
-
-@dataclass(frozen=True, slots=True)
-class DrawCall:
-    """A request for pictures, its priority, and how long it may take."""
-
-    request: image_pb2.ImageServiceGenerateRequest
-    priority: int
-    timeout_seconds: float | None
-
-
-def draw(
-    prompt: str,
-    *,
-    model: str = "",
-    negative_prompt: str = "",
-    guidance_scale: float | None = None,
-    width: int | None = None,
-    height: int | None = None,
-    steps: int | None = None,
-    seed: int | None = None,
-    number: int | None = None,
-    preview_steps: int = 0,
-    request_id: str = "",
-    priority: int = 0,
-    timeout_seconds: float | None = CALL_SECONDS,
-) -> DrawCall:
-    """Draws pictures. Returns an iterator of their events: `progress` by step, each `image`, then `finished`.
-
-    Args:
-        prompt: What is drawn.
-        model: Needed where several models draw.
-        negative_prompt: What is not to be in the picture.
-        guidance_scale: How closely a picture follows the prompt. This and what follows: by default as the model says.
-        width: In pixels.
-        height: In pixels.
-        steps: More take longer.
-        seed: The same seed gives the same picture again; by default another one each time.
-        number: How many pictures, each from a seed of its own: the first from `seed`, the next from the next.
-        preview_steps: Sends a preview each time that so many steps are done; 0 sends none.
-        request_id: Identifies the request in cancels and logs.
-        priority: From -10 to 10; where requests wait, higher ones go first.
-        timeout_seconds: For the whole call.
-    """
-    message = image_pb2.ImageServiceGenerateRequest(request_id=request_id, model=model)
-    options = message.options
-    options.prompt, options.negative_prompt = prompt, negative_prompt
-    wanted = {"width": width, "height": height, "steps": steps, "seed": seed, "number": number}
-    for name, value in {**wanted, "guidance_scale": guidance_scale, "preview_steps": preview_steps}.items():
-        set_field(options, name, value, "options")
-    return DrawCall(message, priority, timeout_seconds)
 
 
 def embed(

@@ -19,15 +19,24 @@ Role: TypeAlias = str
 
 
 @dataclass(frozen=True, slots=True)
+class ClientService:
+    """A gRPC service of routers, by its full name; `router` is the `module:function` that makes it, given the
+    RequestPath.
+    """
+
+    name: str
+    router: str
+
+
+@dataclass(frozen=True, slots=True)
 class RoleKind:
     """A role, its gRPC service by its full name, and the stage that its calls begin with.
 
     `stage` is the name of a value of `baton.inference.v1.Stage`: the command line reads roles without stubs. `engine`
     is the part of an engine that serves the role; the one with a block pool is LANGUAGE_MODEL. A worker of a role that
     `completes` requests makes a model ready. `worker` is the `module:function` that opens the service on a worker,
-    given its WorkerParts. A role that the InferenceService does not have has a `client_service` of its own on routers:
-    `router` is the `module:function` that makes it, given the RequestPath. `fault_points` are those of docs/faults.md;
-    by default the role's name.
+    given its WorkerParts. A role that the InferenceService does not have has `client_services` of its own on routers.
+    `fault_points` are those of docs/faults.md; by default the role's name.
     """
 
     name: Role
@@ -35,8 +44,7 @@ class RoleKind:
     stage: str
     engine: str
     worker: str
-    client_service: str = ""
-    router: str = ""
+    client_services: tuple[ClientService, ...] = ()
     completes: bool = False
     fault_points: tuple[str, ...] = ()
 
@@ -85,8 +93,10 @@ _BUILT_IN = (
         "diffuser",
         "services.diffuse:open_service",
         completes=True,
-        client_service="baton.inference.v1.ImageService",
-        router="router.drawing.pipeline:service",
+        client_services=(
+            ClientService("baton.inference.v1.ImageService", "router.drawing.service:images"),
+            ClientService("baton.inference.v1.VideoService", "router.drawing.service:videos"),
+        ),
     ),
 )
 

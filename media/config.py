@@ -42,11 +42,15 @@ class FetchConfig(Section):
 
     @field_validator("allowed_folders")
     @classmethod
-    def _folders(cls, folders: tuple[str, ...]) -> tuple[str, ...]:
-        for folder in folders:
-            if not folder.startswith("/") or ".." in folder.split("/"):
-                raise ValueError(f"{folder!r} is not an absolute path without '..'")
-        return folders
+    def _are_folders(cls, folders: tuple[str, ...]) -> tuple[str, ...]:
+        return _folders(folders)
+
+
+def _folders(folders: tuple[str, ...]) -> tuple[str, ...]:
+    for folder in folders:
+        if not folder.startswith("/") or ".." in folder.split("/"):
+            raise ValueError(f"{folder!r} is not an absolute path without '..'")
+    return folders
 
 
 class MediaConfig(Section):
@@ -59,3 +63,9 @@ class MediaConfig(Section):
     decode_threads: int = Field(default=2, ge=1)
     allowed_types: tuple[ImageType, ...] = Field(default=_ALL_TYPES, min_length=1)
     fetch: FetchConfig = FetchConfig()
+    output_folders: tuple[str, ...] = ()  # below these, pictures and clips may be written instead of being sent
+
+    @field_validator("output_folders")
+    @classmethod
+    def _are_folders(cls, folders: tuple[str, ...]) -> tuple[str, ...]:
+        return _folders(folders)

@@ -5,6 +5,7 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, replace
 
 from media.loader import MediaLoader
+from media.store import MediaStore
 from router.admission.controller import AdmissionController
 from router.admission.peers import ALONE
 from router.admission.quotas import Quotas
@@ -58,6 +59,7 @@ class RequestPath:
     placer: Placer
     peers: RegisteredPeers | None  # other routers, if this one shares anything with them
     recorder: Recorder | None  # if any request is recorded
+    store: MediaStore  # where pictures may be written
 
 
 @asynccontextmanager
@@ -107,6 +109,7 @@ async def open_request_path(
             placer,
             peers,
             recorder,
+            MediaStore(config.media),
         )
 
 

@@ -56,7 +56,8 @@ _CLIENT_OR_OPERATOR: frozenset[Role] = frozenset({"client", "operator"})
 
 def access_rules() -> Rules:
     """The roles that may call each service if callers are authenticated."""
-    of_clients = (_INFERENCE, KSERVE, *(kind.client_service for kind in role_kinds().values() if kind.client_service))
+    of_roles = (service.name for kind in role_kinds().values() for service in kind.client_services)
+    of_clients = (_INFERENCE, KSERVE, *of_roles)
     return {
         **{f"/{name}/": _CLIENT_OR_OPERATOR for name in of_clients},
         f"/{_CLUSTER}/": _OPERATOR,
@@ -236,7 +237,7 @@ def _services(config: RouterConfig, path: RequestPath, inference: InferenceServi
         Service(_INFERENCE, inference_service_pb2_grpc.add_InferenceServiceServicer_to_server, inference),
         Service(KSERVE, add_kserve, KServeServicer(path)),
         Service(_CLUSTER, cluster_service_pb2_grpc.add_ClusterServiceServicer_to_server, operators),
-        *(load(kind.router)(path) for kind in role_kinds().values() if kind.router),
+        *(load(service.router)(path) for kind in role_kinds().values() for service in kind.client_services),
     ]
 
 

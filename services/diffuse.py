@@ -1,21 +1,21 @@
-"""The diffuse role: draws the pictures of a call, and streams their steps."""
+"""The diffuse role: draws the pictures or clips of a call, and streams their steps."""
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from contextlib import aclosing, asynccontextmanager
 from typing import Any
 
 from baton.engine.v1 import diffuse_pb2, diffuse_pb2_grpc
 from baton.errors import DeadlineUnreachable
-from baton.inference.v1 import image_pb2
+from baton.inference.v1 import image_pb2, video_pb2
 from rpc.interceptors.calls import arrived_at
 from rpc.metadata import remaining_seconds
 from rpc.server import Service
 from rpc.violations import Violations
 from runtime.aio import gather_or_cancel
 from runtime.clock import perf_counter
-from services.engines.base import DrawingRules
-from services.engines.diffusion import Diffuser, Drawing, Picture, Step
+from services.engines.base import ClipRules, DrawingRules
+from services.engines.diffusion import Clip, ClipOptions, Diffuser, Drawing, Picture, Step
 from services.parts import WorkerParts
 from services.requests.calls import Calls
 from services.telemetry import metrics
@@ -60,6 +60,7 @@ def _drawings(request: diffuse_pb2.DiffuseRequest, diffuser: Diffuser, seconds: 
     rules, options = diffuser.facts.drawing, request.options
     assert rules is not None
     _check(request, rules)
+    clip = _clip(request.video, rules.clips) if request.HasField("video") and rules.clips else None
     drawings = [
         Drawing(
             prompt=options.prompt,
@@ -70,12 +71,13 @@ def _drawings(request: diffuse_pb2.DiffuseRequest, diffuser: Diffuser, seconds: 
             steps=options.steps or rules.steps,
             seed=seed,
             preview_steps=options.preview_steps,
+            clip=clip,
         )
         for seed in request.seeds
     ]
-    predicted = diffuser.predicted_seconds(drawings[0])
+    predicted = diffuser.predicted_seconds(drawings)
     if predicted is not None and seconds is not None and predicted > seconds:
-        text = f"a picture would take {predicted:.1f} s, and {seconds:.1f} s are left"
+        text = f"drawing would take {predicted:.1f} s, and {seconds:.1f} s are left"
         raise DeadlineUnreachable(text, retry_after_seconds=_RETRY_SECONDS)
     return drawings
 
@@ -91,25 +93,63 @@ def _check(request: diffuse_pb2.DiffuseRequest, rules: DrawingRules) -> None:
     fits = width % rules.size_multiple == 0 and height % rules.size_multiple == 0
     violations.require(fits, "options.width", f"width and height must be multiples of {rules.size_multiple}")
     violations.number("options.steps", options.steps or rules.steps, 1, rules.max_steps)
+    if request.HasField("video"):
+        _check_clip(request.video, rules.clips, violations)
     violations.raise_any()
+
+
+def _check_clip(video: video_pb2.VideoOptions, rules: ClipRules | None, violations: Violations) -> None:
+    if rules is None:
+        violations.require(False, "video", "this worker's model draws no clips")
+        return
+    frames = video.frames or rules.frames
+    violations.number("video.frames", frames, 1, rules.max_frames)
+    violations.require((frames - 1) % rules.frame_multiple == 0, "video.frames", f"{frames} cannot be drawn")
+    is_written = rules.mp4 or video.format != video_pb2.VIDEO_FORMAT_MP4
+    violations.require(is_written, "video.format", "MP4 cannot be written by this worker")
+
+
+def _clip(video: video_pb2.VideoOptions, rules: ClipRules) -> ClipOptions:
+    return ClipOptions(
+        frames=video.frames or rules.frames,
+        frames_per_second=video.frames_per_second or rules.frames_per_second,
+        is_mp4=video.format == video_pb2.VIDEO_FORMAT_MP4,
+    )
 
 
 async def _draw(diffuser: Diffuser, index: int, drawing: Drawing, writing: asyncio.Lock, context: Any) -> None:
     async with aclosing(diffuser.draw(drawing)) as events:
         async for event in events:
-            async with writing:
-                await context.write(_response(index, drawing, event))
+            for response in _responses(index, drawing, event):
+                async with writing:
+                    await context.write(response)
 
 
-def _response(index: int, drawing: Drawing, event: Step | Picture) -> diffuse_pb2.DiffuseResponse:
+def _responses(index: int, drawing: Drawing, event: Step | Picture | Clip) -> Iterator[diffuse_pb2.DiffuseResponse]:
     match event:
         case Step(number, steps, remaining_seconds, preview):
             progress = image_pb2.ImageProgress(index=index, step=number, steps=steps, preview=preview)
             if remaining_seconds is not None:
                 progress.remaining.CopyFrom(duration(remaining_seconds))
-            return diffuse_pb2.DiffuseResponse(progress=progress)
+            yield diffuse_pb2.DiffuseResponse(progress=progress)
         case Picture(png, width, height):
             image = image_pb2.GeneratedImage(
                 index=index, mime_type="image/png", data=png, width=width, height=height, seed=drawing.seed
             )
-            return diffuse_pb2.DiffuseResponse(image=image)
+            yield diffuse_pb2.DiffuseResponse(image=image)
+        case Clip(mp4, frames, width, height):
+            for number, frame in enumerate(frames):
+                made = video_pb2.VideoFrame(index=index, number=number, data=frame)
+                yield diffuse_pb2.DiffuseResponse(frame=made)
+            assert drawing.clip is not None
+            video = video_pb2.GeneratedVideo(
+                index=index,
+                mime_type="video/mp4" if mp4 else "image/png",
+                data=mp4,
+                width=width,
+                height=height,
+                frames=drawing.frames,
+                frames_per_second=drawing.clip.frames_per_second,
+                seed=drawing.seed,
+            )
+            yield diffuse_pb2.DiffuseResponse(video=video)

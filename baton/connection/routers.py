@@ -8,7 +8,7 @@ from grpc import aio
 
 from baton.connection.credentials import Metadata
 from baton.errors import Cancelled
-from baton.inference.v1 import cluster_service_pb2_grpc, image_pb2_grpc, inference_service_pb2_grpc
+from baton.inference.v1 import cluster_service_pb2_grpc, image_pb2_grpc, inference_service_pb2_grpc, video_pb2_grpc
 
 
 class Routers:
@@ -20,6 +20,7 @@ class Routers:
             {
                 "InferenceService": inference_service_pb2_grpc.InferenceServiceStub(channel),
                 "ImageService": image_pb2_grpc.ImageServiceStub(channel),
+                "VideoService": video_pb2_grpc.VideoServiceStub(channel),
                 "ClusterService": cluster_service_pb2_grpc.ClusterServiceStub(channel),
             }
             for channel in channels

@@ -42,7 +42,7 @@ COMMANDS = (
     Subcommand("generate", "Send a prompt and stream the completion", requests.generate, "generate.run"),
     Subcommand("chat", "Hold a conversation", requests.chat, "chat.run"),
     Subcommand("embed", "Print the vectors of texts, one line of JSON each", requests.embed, "draw.print_vectors"),
-    Subcommand("draw", "Draw a picture into a file", requests.draw, "draw.draw"),
+    Subcommand("draw", "Draw a picture or a clip into files", requests.draw, "draw.draw"),
     Subcommand(
         "explain",
         "Show where a prompt would run now, and the predicted cost of each place",

@@ -87,6 +87,9 @@ def embed(parser: argparse.ArgumentParser) -> None:
 def draw(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("prompt", metavar="PROMPT", help="what is drawn; - reads standard input")
     parser.add_argument("-o", "--output", required=True, metavar="FILE", help="of several, FILE-2.png is the second")
+    parser.add_argument("--video", action="store_true", help="a clip: FILE.mp4, or FILE-1.png and the other frames")
+    parser.add_argument("--frames", type=count(UINT32), metavar="N", help="of a clip (default: as the model says)")
+    parser.add_argument("--frames-per-second", type=positive, metavar="N", help="of a clip")
     parser.add_argument("--model", default="", help="required only if several models draw")
     parser.add_argument("--negative-prompt", default="", metavar="TEXT", help="what is not to be in the picture")
     parser.add_argument("--guidance-scale", type=float, metavar="N", help="how closely it follows the prompt")

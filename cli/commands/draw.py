@@ -1,4 +1,4 @@
-"""`baton draw` writes pictures into files; `baton embed` prints the vectors of texts."""
+"""`baton draw` writes pictures and clips into files; `baton embed` prints the vectors of texts."""
 
 import argparse
 import asyncio
@@ -6,48 +6,58 @@ import json
 import sys
 from contextlib import aclosing
 from pathlib import Path
+from typing import Any
 
 from baton.connection.settings import CALL_SECONDS
 from baton.errors import InvalidRequest
-from baton.inference.v1 import image_pb2
 from cli.connection import connect
 from cli.request import standard_input, text_of
 
 
 async def draw(arguments: argparse.Namespace) -> int:
-    """Writes each picture when it is there, and says where, and by which seed, on standard error."""
+    """Writes each picture or clip when it is there, and says where, and by which seed, on standard error."""
     prompt = standard_input("prompt") if arguments.prompt == "-" else arguments.prompt
+    options: dict[str, Any] = {
+        "model": text_of("model", arguments.model),
+        "negative_prompt": text_of("negative_prompt", arguments.negative_prompt),
+        **{name: getattr(arguments, name) for name in ("guidance_scale", "width", "height", "steps", "seed", "number")},
+        "timeout_seconds": arguments.timeout or CALL_SECONDS,
+    }
+    output, is_clip = Path(arguments.output), arguments.video or arguments.frames is not None
+    if not is_clip and (output.suffix == ".mp4" or arguments.frames_per_second is not None):
+        raise InvalidRequest.of("video", "clips need --video")
+    if is_clip:
+        timing = {"frames": arguments.frames, "frames_per_second": arguments.frames_per_second}
+        options.update(timing, mp4=output.suffix == ".mp4")
     async with connect(arguments, arguments.tenant) as client:
-        drawing = client.draw(
-            text_of("prompt", prompt),
-            model=text_of("model", arguments.model),
-            negative_prompt=text_of("negative_prompt", arguments.negative_prompt),
-            guidance_scale=arguments.guidance_scale,
-            width=arguments.width,
-            height=arguments.height,
-            steps=arguments.steps,
-            seed=arguments.seed,
-            number=arguments.number,
-            timeout_seconds=arguments.timeout or CALL_SECONDS,
-        )
+        drawing = (client.draw_video if is_clip else client.draw)(text_of("prompt", prompt), **options)
         async with aclosing(drawing) as events:
             async for event in events:
-                await _show(event, Path(arguments.output))
+                await _show(event, output)
     return 0
 
 
-async def _show(event: image_pb2.ImageServiceGenerateResponse, output: Path) -> None:
-    """Shows the progress, if standard error is a terminal; writes a picture."""
+async def _show(event: Any, output: Path) -> None:
+    """Shows the progress, if standard error is a terminal; writes a picture, a frame or a clip."""
     is_terminal = sys.stderr.isatty()
-    if event.HasField("progress") and is_terminal:
-        progress = event.progress
-        print(f"\rpicture {progress.index + 1}: step {progress.step} of {progress.steps} ", end="", file=sys.stderr)
-    if event.HasField("image"):
-        image = event.image
-        path = output.with_stem(f"{output.stem}-{image.index + 1}") if image.index else output
-        await asyncio.to_thread(_write, path, image.data)
-        begin = "\r" if is_terminal else ""
-        print(f"{begin}{path}: {image.width} x {image.height}, seed {image.seed}", file=sys.stderr)
+    match event.WhichOneof("event"):
+        case "progress" if is_terminal:
+            done = event.progress
+            print(f"\r{done.index + 1}: step {done.step} of {done.steps} ", end="", file=sys.stderr)
+        case "frame":
+            path = _numbered(output, event.frame.index)
+            await asyncio.to_thread(_write, path.with_stem(f"{path.stem}-{event.frame.number + 1}"), event.frame.data)
+        case "image" | "video" as kind:
+            drawn, path = getattr(event, kind), _numbered(output, getattr(event, kind).index)
+            if drawn.data:
+                await asyncio.to_thread(_write, path, drawn.data)
+            size = f"{drawn.width} x {drawn.height}" + (f", {drawn.frames} frames" if kind == "video" else "")
+            begin = "\r" if is_terminal else ""
+            print(f"{begin}{path}: {size}, seed {drawn.seed}", file=sys.stderr)
+
+
+def _numbered(output: Path, index: int) -> Path:
+    return output.with_stem(f"{output.stem}-{index + 1}") if index else output
 
 
 def _write(path: Path, content: bytes) -> None:

@@ -1,4 +1,4 @@
-"""Reading `file:` URIs below allowed folders, and nothing else.
+"""Reading and writing `file:` URIs below allowed folders, and nothing else.
 
 A path is resolved first and then opened folder by folder without following links, so that a link put in its way
 between the two is refused and not followed.
@@ -7,8 +7,8 @@ between the two is refused and not followed.
 import errno
 import os
 import stat
-from collections.abc import Sequence
-from contextlib import ExitStack
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import PurePosixPath
 from urllib.parse import unquote_to_bytes
 
@@ -18,6 +18,7 @@ from media.sources import uri
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 # Without O_NONBLOCK, opening a FIFO would wait for a writer.
 _FILE = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
+_NEW_FILE = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
 _REDIRECTED = frozenset({errno.ELOOP, errno.ENOTDIR})
 
 
@@ -39,6 +40,45 @@ def read(address: str, field: str, *, folders: Sequence[str], max_bytes: int) ->
         if error.errno in _REDIRECTED:
             raise _outside(field) from None
         raise MediaUnavailable(f"{field}: the file cannot be read") from None
+
+
+def check_folder(address: str, field: str, *, folders: Sequence[str]) -> None:
+    """Raises what `write` would, unless the folder is there. Blocking."""
+    with _opened_folder(address, field, folders):
+        pass
+
+
+def write(address: str, field: str, *, folders: Sequence[str], name: str, content: bytes) -> str:
+    """Writes a file into the folder of this address, below one of `folders`, and returns its URI. Blocking.
+
+    Raises PermissionDenied for any path outside, InvalidRequest if there is no such folder, and MediaUnavailable if the
+    disk fails.
+    """
+    with _opened_folder(address, field, folders) as (path, descriptor):
+        made = os.open(name, _NEW_FILE, 0o644, dir_fd=descriptor)
+        with open(made, "wb") as file:
+            file.write(content)
+    return (path / name).as_uri()
+
+
+@contextmanager
+def _opened_folder(address: str, field: str, folders: Sequence[str]) -> Iterator[tuple[PurePosixPath, int]]:
+    """The real folder, and a descriptor of it, for as long as the context lasts."""
+    folder, parts = _beneath(_path(address, field), field, folders)
+    try:
+        with ExitStack() as opened:
+            descriptor = _closed_by(opened, os.open(folder, _FOLDER))
+            for part in parts:
+                descriptor = _closed_by(opened, os.open(part, _FOLDER, dir_fd=descriptor))
+            yield PurePosixPath(folder, *parts), descriptor
+    except FileNotFoundError:
+        raise InvalidRequest.of(field, "the folder does not exist") from None
+    except PermissionError:
+        raise PermissionDenied(f"{field}: the folder may not be written") from None
+    except OSError as error:
+        if error.errno in _REDIRECTED:
+            raise InvalidRequest.of(field, "is not a folder") from None
+        raise MediaUnavailable(f"{field}: the file cannot be written") from None
 
 
 def _path(address: str, field: str) -> PurePosixPath:

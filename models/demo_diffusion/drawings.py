@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from dataclasses import dataclass
 from random import Random
+from threading import Thread
 from zlib import crc32
 
 import numpy
@@ -37,14 +38,14 @@ def is_held_out(scene: Scene) -> bool:
     return len(scene.figures) > 1 and crc32(prompt_of(scene).encode()) % HELD_OUT_SHARE == 0
 
 
-def held_out_prompts(count: int, seed: int) -> list[str]:
-    """Prompts that training never sees, none twice; two, three and four figures are equally likely."""
-    random, found = Random(seed), dict[str, None]()
+def held_out_scenes(count: int, seed: int) -> dict[str, Scene]:
+    """Prompts that training never sees, each with a scene; two, three and four figures are equally likely."""
+    random, found = Random(seed), dict[str, Scene]()
     while len(found) < count:
         scene = random_scene(random)
         if is_held_out(scene):
-            found.setdefault(prompt_of(scene))
-    return list(found)
+            found.setdefault(prompt_of(scene), scene)
+    return found
 
 
 class RandomDrawings(IterableDataset[Drawings]):
@@ -77,3 +78,35 @@ class RandomDrawings(IterableDataset[Drawings]):
 def in_workers(drawings: RandomDrawings, workers: int) -> Iterator[Drawings]:
     """The batches, made in so many processes."""
     return iter(DataLoader(drawings, batch_size=None, num_workers=workers, prefetch_factor=4 if workers else None))
+
+
+class Drawn:
+    """Drawings on the device that trains: all that workers have drawn so far, of which each step takes some at random.
+
+    Workers draw more slowly than a GPU learns.
+    """
+
+    def __init__(self, batches: Iterator[Drawings], device: torch.device, capacity: int) -> None:
+        self._batches = batches
+        first = next(batches)
+        self._pixels = torch.empty((capacity, *first.pixels.shape[1:]), dtype=torch.uint8, device=device)
+        self._ids = torch.empty((capacity, first.ids.shape[1]), dtype=first.ids.dtype, device=device)
+        self.count = 0
+        self._add(first)
+        Thread(target=self._collect, daemon=True).start()
+
+    def take(self, size: int) -> Drawings:
+        """Returns this many, some of them perhaps twice."""
+        rows = torch.randint(self.count, (size,), device=self._pixels.device)
+        return Drawings(self._pixels[rows], self._ids[rows])
+
+    def _collect(self) -> None:
+        while self.count < len(self._pixels):
+            self._add(next(self._batches))
+
+    def _add(self, batch: Drawings) -> None:
+        room = len(self._pixels) - self.count
+        rows = slice(self.count, self.count + min(room, len(batch.ids)))
+        self._pixels[rows] = batch.pixels[:room].to(self._pixels.device)
+        self._ids[rows] = batch.ids[:room].to(self._ids.device)
+        self.count = rows.stop

@@ -6,7 +6,7 @@ A picture is right if the answer is the prompt, word for word.
 """
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import torch
@@ -16,7 +16,9 @@ from PIL import Image
 from models.demo.evaluate import Examiner
 from models.demo.exercises.exercise import IMAGE
 from models.demo.exercises.generate_data import EOS
-from models.demo_diffusion.drawings import held_out_prompts
+from models.demo.exercises.scenes import Scene
+from models.demo.exercises.scenes import draw as scene_picture
+from models.demo_diffusion.drawings import held_out_scenes
 
 READER = Path(__file__).parents[1] / "demo"
 
@@ -33,6 +35,14 @@ def draw(
         seeds = [torch.Generator("cpu").manual_seed(seed + start + index) for index in range(len(some))]
         pictures += pipeline(some, num_inference_steps=steps, guidance_scale=guidance, generator=seeds).images
     return pictures
+
+
+@torch.no_grad()
+def written_and_read_back(pipeline: StableDiffusionPipeline, scenes: Iterable[Scene]) -> list[Image.Image]:
+    """Real pictures after the autoencoder alone: what it blurs, no drawing can have."""
+    pixels = pipeline.image_processor.preprocess([scene_picture(scene) for scene in scenes]).to(pipeline.vae.device)
+    latents = pipeline.vae.encode(pixels.to(pipeline.vae.dtype)).latent_dist.mode()
+    return pipeline.image_processor.postprocess(pipeline.vae.decode(latents).sample)
 
 
 def descriptions(examiner: Examiner, pictures: Sequence[Image.Image]) -> list[str]:
@@ -62,7 +72,10 @@ def main() -> None:
     pipeline = StableDiffusionPipeline.from_pretrained(arguments.checkpoint, torch_dtype=torch.float32)
     pipeline.to(arguments.device).set_progress_bar_config(disable=True)
     examiner = Examiner.of_checkpoint(READER, arguments.device)
-    prompts = held_out_prompts(arguments.samples, arguments.seed)
+    scenes = held_out_scenes(arguments.samples, arguments.seed)
+    prompts = list(scenes)
+    read = zip(prompts, descriptions(examiner, written_and_read_back(pipeline, scenes.values())), strict=True)
+    print(f"real pictures behind the autoencoder: {sum(pair[0] == pair[1] for pair in read)} right", flush=True)
     for steps in arguments.steps:
         for guidance in arguments.guidance:
             pictures = draw(pipeline, prompts, arguments.seed, steps, guidance)

@@ -1,4 +1,4 @@
-"""The call of a request for pictures: a worker's stream, which another worker goes on with where it was lost."""
+"""The call of a request for pictures or clips: a worker's stream, which another worker goes on with where it broke."""
 
 from collections.abc import Awaitable, Callable
 from contextlib import aclosing
@@ -6,7 +6,7 @@ from contextlib import aclosing
 from baton.calls import stream
 from baton.engine.v1 import diffuse_pb2, diffuse_pb2_grpc
 from baton.errors import InvalidReply
-from baton.inference.v1 import image_pb2
+from baton.inference.v1 import image_pb2, video_pb2
 from router.context import RequestContext
 from router.placement.encoders import RoleWorkers
 from router.routing.filters import Constraints
@@ -17,12 +17,12 @@ from router.workers.watching.waiting_calls import Waiting
 ROLE = "diffuse"
 _PNG = b"\x89PNG\r\n\x1a\n"
 
-Event = image_pb2.ImageProgress | image_pb2.GeneratedImage
+Event = image_pb2.ImageProgress | image_pb2.GeneratedImage | video_pb2.VideoFrame | video_pb2.GeneratedVideo
 Send = Callable[[Event], Awaitable[None]]
 
 
 class DiffuseCall(RoleCall[None]):
-    """The call for those pictures that no worker has drawn yet. They have the same seeds on each."""
+    """The call for those pictures or clips that no worker has drawn yet. They have the same seeds on each."""
 
     role = ROLE
     tokens = 0
@@ -35,6 +35,7 @@ class DiffuseCall(RoleCall[None]):
         self._request = request
         self._send = send
         self._left = dict(enumerate(request.seeds))
+        self._is_clip = request.HasField("video")
         self._waiting: Waiting | None = None
 
     def place(self, tried: frozenset[str]) -> WorkerHandle:
@@ -63,19 +64,28 @@ class DiffuseCall(RoleCall[None]):
             raise InvalidReply(f"the stream ended before {len(self._left)} of the pictures were drawn")
 
     def _checked(self, response: diffuse_pb2.DiffuseResponse, indexes: list[int]) -> Event:
-        """The event, with its picture counted as the client counts. Raises InvalidReply."""
+        """The event, with its drawing counted as the client counts. Raises InvalidReply."""
         match response.WhichOneof("event"):
             case "progress":
                 event: Event = response.progress
-            case "image":
+            case "image" if not self._is_clip:
                 event = response.image
-                if not event.data.startswith(_PNG):
-                    raise InvalidReply("a picture is no PNG")
-            case _:
-                raise InvalidReply("a response is empty")
+                _check_png(event.data)
+            case "frame" if self._is_clip:
+                event = response.frame
+                _check_png(event.data)
+            case "video" if self._is_clip:
+                event = response.video
+            case kind:
+                raise InvalidReply(f"a response has no event of this call, but {kind}")
         if event.index >= len(indexes) or indexes[event.index] not in self._left:
             raise InvalidReply(f"there is no picture {event.index} to draw")
         event.index = indexes[event.index]
-        if isinstance(event, image_pb2.GeneratedImage):
+        if isinstance(event, image_pb2.GeneratedImage | video_pb2.GeneratedVideo):
             event.seed = self._left.pop(event.index)
         return event
+
+
+def _check_png(content: bytes) -> None:
+    if not content.startswith(_PNG):
+        raise InvalidReply("a picture is no PNG")

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from baton.inference.v1 import image_pb2, model_pb2
+from baton.inference.v1 import image_pb2, model_pb2, video_pb2
 from router.text.served_model import ServedModel
 from router.workers.cluster import Cluster
 from rpc.violations import Violations
@@ -10,6 +10,7 @@ from runtime.entropy import token_bytes
 
 _SEED_BYTES = 6  # so that it fits every language's numbers
 _MOST_GUIDANCE = 100
+_SLOWEST, _FASTEST = 0.1, 240  # frames per second
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,9 +36,16 @@ def find_model(cluster: Cluster, name: str) -> DrawingModel:
     raise model.unsupported("pictures, since no worker has the role diffuse")
 
 
-def check(request: image_pb2.ImageServiceGenerateRequest, target: DrawingModel) -> None:
+Request = image_pb2.ImageServiceGenerateRequest | video_pb2.VideoServiceGenerateRequest
+
+
+def check(request: Request, target: DrawingModel) -> None:
     """Raises InvalidRequest naming every wrong field, and Unsupported for what the model cannot do."""
     violations, options, rules = Violations(), request.options, target.rules
+    if isinstance(request, video_pb2.VideoServiceGenerateRequest):
+        if not rules.HasField("video"):
+            raise target.model.unsupported("clips")
+        _check_clip(request, rules, violations)
     violations.request_id(request.request_id)
     violations.require(bool(options.prompt), "options.prompt", "is empty")
     for name in ("prompt", "negative_prompt"):
@@ -55,6 +63,25 @@ def check(request: image_pb2.ImageServiceGenerateRequest, target: DrawingModel) 
         raise target.model.unsupported("options.negative_prompt")
     if options.preview_steps and not rules.previews:
         raise target.model.unsupported("options.preview_steps")
+
+
+def _check_clip(
+    request: video_pb2.VideoServiceGenerateRequest, rules: model_pb2.ImageGeneration, violations: Violations
+) -> None:
+    video, options, limits = request.video, request.options, rules.video
+    frames = video.frames if video.HasField("frames") else limits.frames
+    violations.number("video.frames", frames, 1, limits.max_frames)
+    multiple = limits.frame_multiple or 1
+    is_possible = (frames - 1) % multiple == 0
+    violations.require(is_possible, "video.frames", f"must be 1 more than a multiple of {multiple}, is {frames}")
+    if video.HasField("frames_per_second"):
+        violations.number("video.frames_per_second", video.frames_per_second, _SLOWEST, _FASTEST)
+    if video.format not in video_pb2.VideoFormat.values():
+        violations.add("video.format", f"unknown format {video.format}")
+    elif video.format == video_pb2.VIDEO_FORMAT_MP4:
+        violations.require(limits.mp4, "video.format", "MP4 cannot be written by the model's workers; PNG can")
+        is_even = (options.width or rules.width) % 2 == (options.height or rules.height) % 2 == 0
+        violations.require(is_even, "video.format", "MP4 needs an even width and height")
 
 
 def _check_size(options: image_pb2.ImageOptions, rules: model_pb2.ImageGeneration, violations: Violations) -> None:

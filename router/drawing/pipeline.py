@@ -1,28 +1,25 @@
-"""The life of a request for pictures, top to bottom: validate, admit, draw. ImageService, which clients call."""
+"""The life of a request for pictures or clips, top to bottom: validate, admit, draw."""
 
 from collections.abc import Awaitable, Callable
 from functools import partial
-from typing import Any
 
 from baton.engine.v1 import diffuse_pb2
-from baton.inference.v1 import generate_pb2, image_pb2, image_pb2_grpc, timing_pb2
+from baton.inference.v1 import generate_pb2, image_pb2, timing_pb2, video_pb2
 from router.admission.predictor import RequestEstimate
 from router.context import RequestContext
 from router.drawing import options
 from router.drawing.calls import ROLE, DiffuseCall, Event
-from router.drawing.options import DrawingModel
+from router.drawing.options import DrawingModel, Request
 from router.request_path import RequestPath
-from router.telemetry.spans import set_image_attributes
+from router.telemetry.spans import set_drawing_attributes
 from router.workers.role_calls import call_with_retries
-from rpc.server import Service
 
-Request = image_pb2.ImageServiceGenerateRequest
-Response = image_pb2.ImageServiceGenerateResponse
-Send = Callable[[Response], Awaitable[None]]
+Finished = image_pb2.ImagesFinished
+Send = Callable[[Event | Finished], Awaitable[None]]
 
 
 class DrawingPipeline:
-    """Runs requests for pictures on a router's parts."""
+    """Runs requests for pictures and clips on a router's parts."""
 
     def __init__(self, path: RequestPath) -> None:
         self._path = path
@@ -34,11 +31,10 @@ class DrawingPipeline:
         same = generate_pb2.GenerateRequest(request_id=request.request_id, model=request.model)
         ctx = self._path.contexts.create(same, call)
         ctx.stats.operation = ROLE
-        describe = partial(set_image_attributes, request.options)
+        describe = partial(set_drawing_attributes, request)
         await self._path.running.run(ctx, "baton.image", describe, partial(self._answer, ctx, request, send))
         stages = ctx.stats.timings.message().stages
-        finished = image_pb2.ImagesFinished(request_id=ctx.request_id, model=ctx.stats.model, timings=stages)
-        await send(Response(finished=finished))
+        await send(Finished(request_id=ctx.request_id, model=ctx.stats.model, timings=stages))
 
     async def _answer(self, ctx: RequestContext, request: Request, send: Send) -> None:
         """Draws, within the tenant's quota."""
@@ -54,6 +50,8 @@ class DrawingPipeline:
             target = options.find_model(self._path.cluster, request.model)
             ctx.stats.model = target.model.name
             options.check(request, target)
+            if request.output_uri:
+                await self._path.store.check(request.output_uri, "output_uri")
         return target
 
     async def _draw(self, ctx: RequestContext, request: Request, target: DrawingModel, send: Send) -> None:
@@ -64,35 +62,27 @@ class DrawingPipeline:
             model=target.model.name,
             options=request.options,
             seeds=options.seeds(request.options),
+            video=request.video if isinstance(request, video_pb2.VideoServiceGenerateRequest) else None,
         )
         asked.options.ClearField("seed")
         asked.options.ClearField("number")
         with ctx.stats.timings.measure(timing_pb2.STAGE_DIFFUSE):
-            call = DiffuseCall(path.workers, ctx, asked, lambda event: send(_response(event)))
-            await call_with_retries(ctx, path.retries, call)
+            if request.output_uri:
+                send = partial(self._store, request.output_uri, ctx.call_id, send)
+            await call_with_retries(ctx, path.retries, DiffuseCall(path.workers, ctx, asked, send))
 
-
-def _response(event: Event) -> Response:
-    if isinstance(event, image_pb2.GeneratedImage):
-        return Response(image=event)
-    return Response(progress=event)
-
-
-NAME = image_pb2.DESCRIPTOR.services_by_name["ImageService"].full_name
-
-
-class ImageServicer(image_pb2_grpc.ImageServiceServicer):
-    """ImageService."""
-
-    def __init__(self, pipeline: DrawingPipeline) -> None:
-        self._pipeline = pipeline
-
-    async def Generate(  # type: ignore[override]
-        self, request: image_pb2.ImageServiceGenerateRequest, context: Any
-    ) -> None:
-        await self._pipeline.run(request, context, context.write)
-
-
-def service(path: RequestPath) -> Service:
-    """The router's service for clients."""
-    return Service(NAME, image_pb2_grpc.add_ImageServiceServicer_to_server, ImageServicer(DrawingPipeline(path)))
+    async def _store(self, folder: str, call_id: str, send: Send, event: Event | Finished) -> None:
+        """Sends an event, its file by address. The name is nobody's but the call's."""
+        match event:
+            case image_pb2.GeneratedImage():
+                name = f"{call_id}-{event.index}.png"
+            case video_pb2.VideoFrame():
+                name = f"{call_id}-{event.index}-{event.number}.png"
+            case video_pb2.GeneratedVideo() if event.data:
+                name = f"{call_id}-{event.index}.mp4"
+            case _:
+                await send(event)
+                return
+        event.uri = await self._path.store.write(folder, "output_uri", name, event.data)
+        event.ClearField("data")
+        await send(event)

@@ -305,7 +305,7 @@ class OpenAIApp:
     async def _images(self, call: HttpCall, _path: str) -> None:
         body, request = await self._exchange.read(call, ImagesRequest, ImagesRequest.image_request)
         if not body.stream:
-            collector = ImageCollector()
+            collector = ImageCollector(body.response_format)
             async with call.while_connected():
                 await self._drawing.run(request, call, collector.send)
             await call.respond(200, await asyncio.to_thread(collector.whole))

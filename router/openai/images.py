@@ -11,13 +11,16 @@ from pydantic import Field
 
 from baton.errors import BatonError
 from baton.inference.v1 import image_pb2
-from router.drawing.pipeline import Response
+from router.drawing.calls import Event
+from router.drawing.pipeline import Finished
 from router.openai.call import HttpCall
 from router.openai.choices import EVENTS, event, now
 from router.openai.errors import UnsupportedField, describe
 from router.openai.fields import Fields, Number, Uint32
 
-_EMPTY = b'"b64_json": ""'  # the place of a picture in JSON, in which clients have no strings
+# The place of a picture in JSON, in which clients have no strings, and what it begins with: a URL is a data: URL.
+_PLACES = {b'"b64_json": ""': b'"b64_json": "', b'"url": ""': b'"url": "data:image/png;base64,'}
+_PLACE = re.compile(b"|".join(_PLACES))
 _PIECE = 96 * 1024  # of a picture; a multiple of 3, so that its pieces in base64 are those of the whole
 _SIZE = re.compile(r"([0-9]{1,5})x([0-9]{1,5})")
 
@@ -44,8 +47,8 @@ class ImagesRequest(Fields):
 
     def image_request(self, request_id: str) -> image_pb2.ImageServiceGenerateRequest:
         """The request to the pipeline. Raises UnsupportedField."""
-        if self.response_format != "b64_json":
-            raise UnsupportedField("response_format", "pictures are returned as b64_json alone")
+        if self.stream and self.response_format != "b64_json":
+            raise UnsupportedField("response_format", "a stream has its pictures as b64_json alone")
         if self.output_format != "png":
             raise UnsupportedField("output_format", "pictures are PNGs")
         made = image_pb2.ImageServiceGenerateRequest(request_id=request_id, model=self.model)
@@ -62,18 +65,19 @@ class ImagesRequest(Fields):
 class ImageCollector:
     """The whole response, once the pipeline has ended."""
 
-    def __init__(self) -> None:
+    def __init__(self, response_format: str) -> None:
         self._images: dict[int, image_pb2.GeneratedImage] = {}
+        self._empty = {"url": ""} if response_format == "url" else {"b64_json": ""}
 
-    async def send(self, response: Response) -> None:
+    async def send(self, event: Event | Finished) -> None:
         """Takes the next event of the pipeline."""
-        if response.HasField("image"):
-            self._images[response.image.index] = response.image
+        if isinstance(event, image_pb2.GeneratedImage):
+            self._images[event.index] = event
 
     def whole(self) -> bytes:
         """The body. Slow for large pictures: call it in a thread."""
         images = [self._images[index] for index in sorted(self._images)]
-        data = [{"b64_json": "", "seed": image.seed} for image in images]
+        data = [{**self._empty, "seed": image.seed} for image in images]
         about = {"size": f"{images[0].width}x{images[0].height}", "output_format": "png"}
         made = json.dumps({"created": now(), "data": data, **about}).encode()
         return _with_pictures(made, [image.data for image in images])
@@ -87,19 +91,18 @@ class ImageStream:
         self._most = partial_images
         self._partial: dict[int, int] = {}  # how many were sent, by the picture
 
-    async def send(self, response: Response) -> None:
+    async def send(self, happened: Event | Finished) -> None:
         """Takes the next event of the pipeline."""
-        match response.WhichOneof("event"):
-            case "progress" if response.progress.preview:
-                progress = response.progress
-                number = self._partial.get(progress.index, 0)
+        match happened:
+            case image_pb2.ImageProgress() if happened.preview:
+                number = self._partial.get(happened.index, 0)
                 if number < self._most:
-                    self._partial[progress.index] = number + 1
-                    await self._write("partial_image", progress.preview, {"partial_image_index": number})
-            case "image":
-                size = f"{response.image.width}x{response.image.height}"
-                await self._write("completed", response.image.data, {"size": size, "seed": response.image.seed})
-            case "finished":
+                    self._partial[happened.index] = number + 1
+                    await self._write("partial_image", happened.preview, {"partial_image_index": number})
+            case image_pb2.GeneratedImage():
+                size = f"{happened.width}x{happened.height}"
+                await self._write("completed", happened.data, {"size": size, "seed": happened.seed})
+            case image_pb2.ImagesFinished():
                 await self._call.end()
 
     async def fail(self, error: BatonError) -> None:
@@ -121,9 +124,9 @@ def preview_steps(steps: int, partial_images: int) -> int:
 
 def _with_pictures(made: bytes, pngs: Sequence[bytes]) -> bytes:
     """JSON with the pictures in their places. In pieces, between which other threads run."""
-    first, *others = made.split(_EMPTY)
-    parts = [first]
-    for png, rest in zip(pngs, others, strict=True):
+    parts, done = list[bytes](), 0
+    for place, png in zip(_PLACE.finditer(made), pngs, strict=True):
         encoded = [base64.b64encode(png[at : at + _PIECE]) for at in range(0, len(png), _PIECE)]
-        parts += [b'"b64_json": "', *encoded, b'"', rest]
-    return b"".join(parts)
+        parts += [made[done : place.start()], _PLACES[place[0]], *encoded, b'"']
+        done = place.end()
+    return b"".join([*parts, made[done:]])

@@ -1,7 +1,7 @@
 """The attributes of a router's spans that are recorded: OpenTelemetry's for generative AI, and the request's result."""
 
 from baton.enum_names import value_name
-from baton.inference.v1 import embed_pb2, generate_pb2, image_pb2, sampling_pb2
+from baton.inference.v1 import embed_pb2, generate_pb2, image_pb2, sampling_pb2, video_pb2
 from baton.sampling_options import OPTIONS, given
 from router.telemetry.stats import GENERATE, RequestStats
 from rpc.tracing.span import AttributeValue, Span
@@ -54,16 +54,21 @@ def set_embed_attributes(request: embed_pb2.EmbedRequest, span: Span) -> None:
     span.set(attributes)
 
 
-def set_image_attributes(options: image_pb2.ImageOptions, span: Span) -> None:
-    """Sets the parameters of a request for pictures. Its prompts are never recorded."""
+def set_drawing_attributes(
+    request: image_pb2.ImageServiceGenerateRequest | video_pb2.VideoServiceGenerateRequest, span: Span
+) -> None:
+    """Sets the parameters of a request for pictures or clips. Its prompts are never recorded."""
+    clip = request.video if isinstance(request, video_pb2.VideoServiceGenerateRequest) else None
     attributes: dict[str, AttributeValue] = {
         "gen_ai.operation.name": "generate_content",
-        "gen_ai.output.type": "image",
+        "gen_ai.output.type": "image" if clip is None else "video",
         "gen_ai.provider.name": "baton",
     }
     for name in ("width", "height", "steps", "number", "guidance_scale"):
-        if options.HasField(name):
-            attributes[f"baton.image.{name}"] = getattr(options, name)
+        if request.options.HasField(name):
+            attributes[f"baton.image.{name}"] = getattr(request.options, name)
+    if clip is not None and clip.HasField("frames"):
+        attributes["baton.video.frames"] = clip.frames
     span.set(attributes)
 
 

@@ -100,6 +100,20 @@ class EmbeddingRules:
 
 
 @dataclass(frozen=True, slots=True)
+class ClipRules:
+    """The clips that a model draws: `frames` and `frames_per_second` where a request does not say, and limits.
+
+    The number of frames is 1 more than a multiple of `frame_multiple`.
+    """
+
+    frames: int
+    max_frames: int
+    frame_multiple: int
+    frames_per_second: float
+    mp4: bool  # whether it can be written as one file
+
+
+@dataclass(frozen=True, slots=True)
 class DrawingRules:
     """The pictures that a model draws: what counts where a request does not say, and limits.
 
@@ -117,6 +131,7 @@ class DrawingRules:
     max_prompt_characters: int
     negative_prompt: bool  # whether it can be told what not to draw
     previews: bool
+    clips: ClipRules | None = None  # of a model that draws clips
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,6 +1,6 @@
-"""The Protocol of engines that draw pictures, and what goes in and comes out."""
+"""The Protocol of engines that draw pictures and clips, and what goes in and comes out."""
 
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -8,8 +8,19 @@ from services.engines.base import EnginePart
 
 
 @dataclass(frozen=True, slots=True)
+class ClipOptions:
+    """How long a clip is, and how it is written: as one MP4, or else as a PNG of each frame."""
+
+    frames: int
+    frames_per_second: float
+    is_mp4: bool = False
+
+
+@dataclass(frozen=True, slots=True)
 class Drawing:
-    """One picture to draw, within the engine's rules. A preview comes after each `preview_steps` steps; 0 is none."""
+    """One picture or clip to draw, within the engine's rules. A preview comes after each `preview_steps` steps; 0 is
+    none.
+    """
 
     prompt: str
     negative_prompt: str
@@ -19,6 +30,12 @@ class Drawing:
     steps: int
     seed: int
     preview_steps: int = 0
+    clip: ClipOptions | None = None
+
+    @property
+    def frames(self) -> int:
+        """1 of a picture."""
+        return self.clip.frames if self.clip else 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,14 +57,26 @@ class Picture:
     height: int
 
 
+@dataclass(frozen=True, slots=True)
+class Clip:
+    """A finished clip: one MP4, or else a PNG of each frame."""
+
+    mp4: bytes
+    frames: tuple[bytes, ...]
+    width: int
+    height: int
+
+
 class Diffuser(EnginePart, Protocol):
     """An engine whose facts have `drawing`."""
 
-    def predicted_seconds(self, drawing: Drawing) -> float | None:
-        """The time that a drawing would take from now, by the measured steps and what waits; None if unknown."""
+    def predicted_seconds(self, drawings: Sequence[Drawing]) -> float | None:
+        """The time that drawings of one shape would take from now, by the measured steps and what waits; None if
+        unknown.
+        """
 
-    def draw(self, drawing: Drawing) -> AsyncGenerator[Step | Picture, None]:
-        """Draws; the last item is the only Picture. The same drawing gives the same picture.
+    def draw(self, drawing: Drawing) -> AsyncGenerator[Step | Picture | Clip, None]:
+        """Draws; the last item is the only Picture or Clip. The same drawing gives the same bytes.
 
         Closing the generator ends the work within a step, unless others are computed in the same batch.
         """

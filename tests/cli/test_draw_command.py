@@ -1,6 +1,7 @@
 """`baton draw`, and both clients' `draw`: the pictures that ImageService draws."""
 
 import asyncio
+import os
 from pathlib import Path
 
 from support.clients.baton_command import Baton
@@ -35,3 +36,36 @@ async def test_a_wrong_option_is_named(baton: Baton, tmp_path: Path) -> None:
     assert "options.width" in outcome.err
     assert "cannot be written" in nowhere.err
     assert not (tmp_path / "a.png").exists()
+
+
+async def test_each_frame_of_a_clip_is_a_file_and_both_clients_draw_the_same(baton: Baton, tmp_path: Path) -> None:
+    async with bench(simulated("f1", "diffuse")) as running:
+        words = ("draw", "x", "-o", str(tmp_path / "a.png"), "--frames", "3", "--seed", "7", "--number", "2")
+        outcome = await baton(*words, "--steps", "2", "--address", running.address)
+        async with AsyncClient(running.address) as client:
+            events = [event async for event in client.draw_video("x", frames=3, seed=8, steps=2)]
+        with Client(running.address) as blocking:
+            again = await asyncio.to_thread(lambda: list(blocking.draw_video("x", frames=3, seed=8, steps=2)))
+    assert outcome.code == 0
+    assert sorted(outcome.err.splitlines()) == [
+        f"{tmp_path / 'a-2.png'}: 64 x 64, 3 frames, seed 8",
+        f"{tmp_path / 'a.png'}: 64 x 64, 3 frames, seed 7",
+    ]
+    frames = [event.frame.data for event in events if event.HasField("frame")]
+    assert [(tmp_path / f"a-2-{number}.png").read_bytes() for number in (1, 2, 3)] == frames
+    assert frames == [event.frame.data for event in again if event.HasField("frame")]
+    assert (tmp_path / "a-1.png").exists()
+
+
+async def test_what_a_clip_cannot_be_is_named(baton: Baton, tmp_path: Path) -> None:
+    wrong = {
+        "video.format": ("-o", str(tmp_path / "a.mp4"), "--video"),
+        "video.frames": ("-o", str(tmp_path / "a.png"), "--frames", "65"),
+        "clips need --video": ("-o", str(tmp_path / "a.mp4")),
+    }
+    async with bench(simulated("f1", "diffuse")) as running:
+        for text, words in wrong.items():
+            outcome = await baton("draw", "x", *words, "--address", running.address)
+            assert outcome.code == 2, text
+            assert text in outcome.err
+    assert os.listdir(tmp_path) == []

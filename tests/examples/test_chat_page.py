@@ -100,6 +100,32 @@ async def test_stop_ends_an_answer_that_streams_and_its_request_on_the_workers(s
         assert await page.evaluate("!document.querySelector('#send').hidden")
 
 
+async def test_a_model_that_draws_shows_its_progress_and_then_the_picture(site: str, tmp_path: Path) -> None:
+    worker = simulated("f", "diffuse", draw_step_seconds=0.15)
+    painter = worker.model_copy(update={"engine": worker.engine.model_copy(update={"name": "painter"})})
+    async with (
+        bench(painter, router=PATIENT) as running,
+        running_envoy(tmp_path, [running.address]) as envoy,
+        chat(site, envoy.address, tmp_path) as page,
+    ):
+        await page.type("#prompt", "a red circle")
+        await page.click("#send")
+        await page.until(f"{ANSWER}?.querySelector('progress')?.value > 1 && {ANSWER}.querySelector('img.drawn')")
+        assert await page.evaluate(f"{ANSWER}.querySelector('img').alt") == "a preview"
+        await page.until(f"{ANSWER}.matches('.done')")
+        await page.until(f"{ANSWER}.querySelector('img').naturalWidth === 64")
+        assert await page.evaluate(f"{ANSWER}.querySelector('img').alt") == "a red circle"
+        assert await page.evaluate(f"{ANSWER}.querySelector('progress') === null")
+        assert "64 × 64 · seed" in await page.evaluate(f"{ANSWER}.querySelector('.note').textContent")
+
+        await page.type("#prompt", "another")
+        await page.click("#send")
+        await page.until(f"{ANSWER}?.querySelector('progress')")
+        await page.click("#stop")
+        await page.until(f"{ANSWER}.matches('.stopped')")
+        await eventually(lambda: running.workers["f"].engines.load().running == 0)
+
+
 async def test_an_error_is_shown_with_its_reason_and_its_fields(site: str, tmp_path: Path) -> None:
     async with slow(tmp_path) as (_, envoy), chat(site, envoy.address, tmp_path) as page:
         await page.evaluate("document.querySelector('#temperature').value = -1")

@@ -3,7 +3,7 @@
 The entry point of docs/extending.md names KIND. It imports neither a router nor a worker: each loads its own side.
 """
 
-from engine_protocol.roles import RoleKind
+from engine_protocol.roles import ClientService, RoleKind
 
 ROLE = "rerank"
 
@@ -14,6 +14,5 @@ KIND = RoleKind(
     engine="embedder",
     worker="rerank_worker:open_service",
     completes=True,
-    client_service="example.rerank.v1.RerankService",
-    router="rerank_router:service",
+    client_services=(ClientService("example.rerank.v1.RerankService", "rerank_router:service"),),
 )

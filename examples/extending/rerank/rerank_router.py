@@ -28,7 +28,8 @@ _MOST_DOCUMENTS = 256
 
 def service(path: RequestPath) -> Service:
     """The router's service for clients."""
-    return Service(KIND.client_service, rerank_pb2_grpc.add_RerankServiceServicer_to_server, RerankServicer(path))
+    add = rerank_pb2_grpc.add_RerankServiceServicer_to_server
+    return Service(KIND.client_services[0].name, add, RerankServicer(path))
 
 
 class RerankServicer(rerank_pb2_grpc.RerankServiceServicer):

@@ -3,11 +3,13 @@
 import "./main.css";
 import { api, client } from "./client.js";
 import { Conversation } from "./conversation.js";
+import { draw } from "./drawing.js";
 import { decode, isCancel } from "./failure.js";
 import { AnswerView, clearMessages, picture, showQuestion } from "./view.js";
 
 const at = (id) => document.getElementById(id);
 
+let models = [];
 let conversation = new Conversation();
 let images = [];
 let running = null;
@@ -19,8 +21,10 @@ async function ask(text) {
   const view = new AnswerView();
   setRunning(new AbortController());
   try {
-    for await (const event of conversation.ask(text, asked, options(), running.signal)) {
+    for await (const event of answer(text, asked)) {
       if (event.case === "token") view.add(event.value.text);
+      if (event.case === "progress") view.showProgress(event.value);
+      if (event.case === "image") view.showImage(event.value, text);
       if (event.case === "finished") view.finish(event.value);
     }
   } catch (error) {
@@ -29,6 +33,13 @@ async function ask(text) {
   } finally {
     setRunning(null);
   }
+}
+
+/** The events of a picture, if the chosen model only draws, or of an answer. */
+function answer(text, asked) {
+  const model = models.find(({ name }) => name === at("model").value);
+  if (model?.imageGeneration && !model.workers.decode) return draw(text, model, running.signal);
+  return conversation.ask(text, asked, options(), running.signal);
 }
 
 function options() {
@@ -62,7 +73,7 @@ async function read(file) {
 }
 
 async function showModels() {
-  const { models } = await client.listModels({});
+  ({ models } = await client.listModels({}));
   at("model").replaceChildren(...models.map(({ name }) => new Option(name)));
 }
 

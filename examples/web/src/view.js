@@ -37,6 +37,9 @@ export class AnswerView {
   #turn = turn("assistant");
   #began = performance.now();
   #firstMs;
+  #progress;
+  #image;
+  #drawn = "";
 
   constructor() {
     this.#turn.card.classList.add("running");
@@ -48,7 +51,34 @@ export class AnswerView {
     scrollToEnd();
   }
 
+  /** Of a picture that is drawn: how far it is, and how it looks. */
+  showProgress({ step, steps, preview }) {
+    this.#firstMs ??= performance.now() - this.#began;
+    this.#progress ??= this.#turn.card.appendChild(element("progress", "drawing"));
+    this.#progress.max = steps;
+    this.#progress.value = step;
+    if (preview.length > 0) this.#show(preview, "a preview");
+    scrollToEnd();
+  }
+
+  showImage({ data, width, height, seed }, prompt) {
+    this.#drawn = `${width} × ${height} · seed ${seed}`;
+    this.#show(data, prompt);
+  }
+
+  #show(png, description) {
+    this.#image ??= this.#turn.card.appendChild(element("img", "picture drawn"));
+    URL.revokeObjectURL(this.#image.src);
+    this.#image.src = URL.createObjectURL(new Blob([png], { type: "image/png" }));
+    this.#image.alt = description;
+    this.#image.onload = scrollToEnd;
+  }
+
   finish({ usage, prefillWorkerId, decodeWorkerId }) {
+    if (this.#drawn) {
+      this.#end("done", this.#drawn);
+      return;
+    }
     const workers = [...new Set([prefillWorkerId, decodeWorkerId].filter(Boolean))].join(" → ");
     const first = `first after ${Math.round(this.#firstMs ?? 0)} ms`;
     this.#end("done", `${usage.promptTokens} + ${usage.completionTokens} tokens · ${first} · ${workers}`);
@@ -74,6 +104,7 @@ export class AnswerView {
   }
 
   #end(outcome, note) {
+    this.#progress?.remove();
     this.#turn.card.classList.replace("running", outcome);
     if (note) this.#turn.card.append(element("footer", "note", note));
     scrollToEnd();

@@ -1,6 +1,8 @@
 """The engine of diffusion pipelines, on the package diffusers.
 
-config.py    its options
-pipeline.py  a checkpoint's pipeline: its class, what it can do, and one batch of pictures
-engine.py    the engine; the thread: batches of equal shapes, steps, cancellation, measured times
+config.py     its options
+pipeline.py   a checkpoint's pipeline: its class, what it can do, and one batch of pictures or clips
+tea_cache.py  leaves out the work of steps that change little
+files.py      pictures and clips as files
+engine.py     the engine; the thread: batches of equal shapes, steps, cancellation, measured times
 """

@@ -3,9 +3,22 @@
 from pathlib import Path
 from typing import Literal
 
-from pydantic import Field, field_validator
+from pydantic import Field, field_validator, model_validator
 
+from runtime.config import Section
 from services.engines.context import EngineConfig
+
+
+class TeaCacheConfig(Section):
+    """Leaves out most of a step's work where its input has hardly changed since the last one."""
+
+    threshold: float = Field(gt=0, description="Of the added up changes since a step was computed whole.")
+    coefficients: tuple[float, ...] = Field(
+        default=(1.0, 0.0),
+        min_length=1,
+        max_length=10,
+        description="Of the polynomial that rescales a change, from the highest power down; published for many models.",
+    )
 
 
 class DiffusionConfig(EngineConfig):
@@ -19,17 +32,25 @@ class DiffusionConfig(EngineConfig):
         default="auto", description="auto: float32 on a processor, bfloat16 on a GPU."
     )
     threads: int | None = Field(default=None, ge=1, description="Of PyTorch, on a processor.")
-    cpu_offload: Literal["none", "model", "sequential"] = Field(
-        default="none", description="Keeps parts in the host's memory while they are not used: models, or layers."
+    cpu_offload: Literal["none", "model", "sequential", "stream"] = Field(
+        default="none",
+        description="Keeps parts in the host's memory while they are not used: models; layers; or layers that are "
+        "copied while others are computed.",
     )
+    tea_cache: TeaCacheConfig | None = None
+    data_parallel_size: int = Field(default=1, ge=1, description="Only 1: start more workers instead.")
+    tensor_parallel_size: int = Field(default=1, ge=1, description="Only 1: a pipeline runs on one GPU.")
     width: int = Field(default=0, ge=0, description="Where a request has none; 0 is the pipeline's own.")
     height: int = Field(default=0, ge=0)
     steps: int = Field(default=20, ge=1)
     guidance_scale: float = Field(default=3.0, ge=0)
+    frames: int = Field(default=16, ge=1, description="Of a clip, where a request has none.")
+    frames_per_second: float = Field(default=8.0, gt=0, le=240)
+    max_frames: int = Field(default=81, ge=1)
     size_multiple: int = Field(default=16, ge=1, description="Width and height are multiples of it.")
     max_pixels: int = Field(default=2**21, ge=1, description="Width times height.")
     max_steps: int = Field(default=100, ge=1)
-    max_number: int = Field(default=4, ge=1, description="Pictures of one request.")
+    max_number: int = Field(default=4, ge=1, description="Pictures or clips of one request.")
     max_prompt_characters: int = Field(default=2000, ge=1)
     max_batch: int = Field(
         default=1,
@@ -47,6 +68,21 @@ class DiffusionConfig(EngineConfig):
         if not (folder.expanduser() / "model_index.json").is_file():
             raise ValueError(f"{folder} has no model_index.json")
         return folder.expanduser()
+
+    @field_validator("data_parallel_size", "tensor_parallel_size")
+    @classmethod
+    def _is_one(cls, size: int) -> int:
+        if size > 1:
+            raise ValueError(f"a pipeline runs on one GPU, and not on {size}; start more workers of the model instead")
+        return size
+
+    @model_validator(mode="after")
+    def _is_consistent(self) -> "DiffusionConfig":
+        if self.frames > self.max_frames:
+            raise ValueError(f"frames is {self.frames}, more than max_frames, {self.max_frames}")
+        if self.tea_cache and self.cpu_offload == "stream":
+            raise ValueError("tea_cache: not with cpu_offload: stream, which needs the same layers in each step")
+        return self
 
     @property
     def served_name(self) -> str:

@@ -1,4 +1,4 @@
-"""The engine that draws pictures by a pipeline of diffusers.
+"""The engine that draws pictures and clips by a pipeline of diffusers.
 
 The engine's thread: takes drawings from a bounded queue, and computes those of equal shape that wait together.
 """
@@ -11,10 +11,11 @@ import torch
 
 from baton.errors import InvalidRequest, Overloaded
 from runtime.clock import monotonic
-from services.engines.base import DrawingRules, ModelFacts
+from services.engines.base import ClipRules, DrawingRules, ModelFacts
 from services.engines.diffusers.config import DiffusionConfig
+from services.engines.diffusers.files import HAS_MP4
 from services.engines.diffusers.pipeline import Pipeline, fingerprint
-from services.engines.diffusion import Drawing, Picture, Step
+from services.engines.diffusion import Clip, Drawing, Picture, Step
 from services.engines.kv import embedding_layout
 from services.engines.pytorch.batch_loop import BatchJob, BatchLoop
 from services.engines.pytorch.failures import is_out_of_memory
@@ -35,34 +36,34 @@ class _NobodyWaits(Exception):
 
 
 @dataclass(eq=False, slots=True)
-class DrawJob(BatchJob[Picture]):
-    """One picture. `steps` has None at last, when `result` is there."""
+class DrawJob(BatchJob[Picture | Clip]):
+    """One picture or clip. `steps` has None at last, when `result` is there."""
 
     drawing: Drawing
     steps: "asyncio.Queue[Step | None]" = field(default_factory=asyncio.Queue)
 
     @property
-    def shape(self) -> tuple[int, int, int, float]:
+    def shape(self) -> "Shape":
         """Drawings of the same shape can be computed together."""
         drawing = self.drawing
-        return (drawing.width, drawing.height, drawing.steps, drawing.guidance_scale)
+        return (drawing.width, drawing.height, drawing.frames, drawing.steps, drawing.guidance_scale)
 
 
 class StepTimes:
-    """The recent seconds of a step, by the size of a picture and the number of pictures in the batch."""
+    """The recent seconds of a step, by the size of a drawing, its frames, and the number of drawings in the batch."""
 
     def __init__(self) -> None:
-        self._seconds: dict[tuple[int, int, int], float] = {}
+        self._seconds: dict[tuple[int, int, int, int], float] = {}
 
     def learn(self, drawing: Drawing, pictures: int, seconds: float) -> None:
         """Adds a measurement."""
-        key = (drawing.width, drawing.height, pictures)
+        key = (drawing.width, drawing.height, drawing.frames, pictures)
         known = self._seconds.get(key, seconds)
         self._seconds[key] = known + _NEWEST_SHARE * (seconds - known)
 
     def step_seconds(self, drawing: Drawing, pictures: int = 1) -> float | None:
         """None if none was measured."""
-        return self._seconds.get((drawing.width, drawing.height, pictures))
+        return self._seconds.get((drawing.width, drawing.height, drawing.frames, pictures))
 
 
 class DiffusionLoop(BatchLoop[DrawJob]):
@@ -94,15 +95,16 @@ class DiffusionLoop(BatchLoop[DrawJob]):
         job.is_test = True
         await self._test(job)
 
-    def predicted_seconds(self, drawing: Drawing) -> float | None:
-        """The seconds that a drawing would take from now; None if no step was measured."""
+    def predicted_seconds(self, drawings: Sequence[Drawing]) -> float | None:
+        """The seconds that drawings of one shape would take from now; None if no step was measured."""
         ahead = sum(
             (self._times.step_seconds(job.drawing) or 0.0) * job.drawing.steps
             for job in self._unfinished
             if not job.began and not job.is_test
         )
-        each = self._times.step_seconds(drawing)
-        return None if each is None else each * drawing.steps + ahead / self._most_at_once
+        each = self._times.step_seconds(drawings[0])
+        batches = -(-len(drawings) // self._most_at_once)
+        return None if each is None else each * drawings[0].steps * batches + ahead / self._most_at_once
 
     def _new_job(self, drawing: Drawing) -> DrawJob:
         job = DrawJob(self._loop.create_future(), drawing)
@@ -124,9 +126,9 @@ class DiffusionLoop(BatchLoop[DrawJob]):
         self._pipeline.free()
 
     def _draw(self, jobs: Sequence[DrawJob]) -> None:
-        pictures = self._pipeline.draw([job.drawing for job in jobs], self._after_step(jobs))
-        for job, png in zip(jobs, pictures, strict=True):
-            self._post(job, Picture(png, job.drawing.width, job.drawing.height))
+        drawn = self._pipeline.draw([job.drawing for job in jobs], self._after_step(jobs))
+        for job, result in zip(jobs, drawn, strict=True):
+            self._post(job, result)
 
     def _can_go_on(self, error: Exception) -> bool:
         """True if it is only these drawings that fail, as those of a size that the networks cannot have."""
@@ -170,8 +172,11 @@ class DiffusionLoop(BatchLoop[DrawJob]):
         return after_step
 
 
+Shape = tuple[int, int, int, int, float]
+
+
 def _by_shape(jobs: Sequence[DrawJob]) -> Iterator[list[DrawJob]]:
-    shapes: dict[tuple[int, int, int, float], list[DrawJob]] = {}
+    shapes: dict[Shape, list[DrawJob]] = {}
     for job in jobs:
         shapes.setdefault(job.shape, []).append(job)
     yield from shapes.values()
@@ -188,12 +193,17 @@ class DiffusersEngine(PyTorchPart[DiffusionConfig, DiffusionLoop]):
         """The steps of batches so far."""
         return self._loop.steps
 
-    def predicted_seconds(self, drawing: Drawing) -> float | None:
-        """The seconds that a drawing would take from now; None if no step was measured."""
-        return self._loop.predicted_seconds(drawing)
+    @property
+    def reused_calls(self) -> int:
+        """The calls of the network so far, of which TeaCache left out the blocks."""
+        return self._pipeline.reused_calls
 
-    async def draw(self, drawing: Drawing) -> AsyncGenerator[Step | Picture, None]:
-        """Draws one picture. See Diffuser."""
+    def predicted_seconds(self, drawings: Sequence[Drawing]) -> float | None:
+        """The seconds that drawings of one shape would take from now; None if no step was measured."""
+        return self._loop.predicted_seconds(drawings)
+
+    async def draw(self, drawing: Drawing) -> AsyncGenerator[Step | Picture | Clip, None]:
+        """Draws one picture or clip. See Diffuser."""
         job = self._loop.submit(drawing)
         try:
             while (step := await job.steps.get()) is not None:
@@ -245,4 +255,15 @@ def _rules(config: DiffusionConfig, pipeline: Pipeline) -> DrawingRules:
         max_prompt_characters=config.max_prompt_characters,
         negative_prompt=pipeline.has_negative_prompts,
         previews=pipeline.has_previews,
+        clips=_clip_rules(config, pipeline) if pipeline.has_clips else None,
+    )
+
+
+def _clip_rules(config: DiffusionConfig, pipeline: Pipeline) -> ClipRules:
+    return ClipRules(
+        frames=config.frames,
+        max_frames=config.max_frames,
+        frame_multiple=pipeline.frame_multiple,
+        frames_per_second=config.frames_per_second,
+        mp4=HAS_MP4,
     )

@@ -1,7 +1,6 @@
-"""A checkpoint's diffusion pipeline: found by its class's name, loaded, and run on one batch of pictures."""
+"""A checkpoint's diffusion pipeline: found by its class's name, loaded, and run on one batch of pictures or clips."""
 
 import inspect
-import io
 import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -9,17 +8,22 @@ from typing import Any
 
 import diffusers
 import torch
+from diffusers.image_processor import VaeImageProcessor
 from PIL import Image
 
-from baton.errors import ConfigError, EngineFailed
+from baton.errors import ConfigError
 from services.engines.diffusers.config import DiffusionConfig
-from services.engines.diffusion import Drawing
+from services.engines.diffusers.files import png, written
+from services.engines.diffusers.tea_cache import TeaCache
+from services.engines.diffusion import Clip, Drawing, Picture
 from services.engines.pytorch.model import checkpoint
 
 _INDEX = "model_index.json"
 _NEEDED = ("prompt", "num_inference_steps", "generator", "callback_on_step_end", "height", "width")
 _DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 _NETWORKS = ("transformer", "unet")
+_FRAMES = ("num_frames", "video_length")
+_FRAME_MULTIPLES = ("vae_scale_factor_temporal", "vae_temporal_compression_ratio")
 
 AfterStep = Callable[[int, Callable[[int], bytes]], None]
 """Called with the number of steps that are done, and a function that makes a preview of the picture of an index.
@@ -40,10 +44,13 @@ class Pipeline:
             loaded = found.from_pretrained(config.model, dtype=self.dtype, local_files_only=True)
         except (OSError, ValueError, TypeError, ImportError, AttributeError) as error:
             raise ConfigError(f"engine.model: {config.model} cannot be loaded by {self.name}: {error}") from error
-        self._pipeline: Any = _placed(loaded, config, device)
-        self._pipeline.set_progress_bar_config(disable=True)
+        self._pipeline: Any = loaded
+        self._tea_cache = TeaCache(self.network, config.tea_cache) if config.tea_cache else None
+        _place(loaded, config, device)
+        loaded.set_progress_bar_config(disable=True)
         self._takes = frozenset(inspect.signature(found.__call__).parameters)
-        self.default_size = (config.width, config.height)
+        self._frames = next((name for name in _FRAMES if name in self._takes), None)
+        self.default_size = (config.width, config.height) if config.width and config.height else self._trained_size()
         self.has_previews = False
 
     @property
@@ -59,59 +66,115 @@ class Pipeline:
         """True if it can be told what a picture is not to show."""
         return "negative_prompt" in self._takes
 
+    @property
+    def has_clips(self) -> bool:
+        """True if it can draw several frames; a picture is then a clip of one."""
+        return self._frames is not None
+
+    @property
+    def frame_multiple(self) -> int:
+        """The number of frames is 1 more than a multiple of it."""
+        found = (getattr(self._pipeline, name, None) for name in _FRAME_MULTIPLES)
+        return next((multiple for multiple in found if isinstance(multiple, int)), 1)
+
+    @property
+    def reused_calls(self) -> int:
+        """The calls of the network so far, of which TeaCache left out the blocks."""
+        return self._tea_cache.reused if self._tea_cache else 0
+
     def warm_up(self, steps: int, guidance_scale: float) -> None:
         """Draws a picture of the default size."""
         width, height = self.default_size
         drawing = Drawing("", "", guidance_scale, width, height, steps, seed=0)
-        (image,) = self._run([drawing], self._learn_of_latents, has_size=bool(width and height))
+        ((image,),) = self._run([drawing], self._learn_of_latents)
         self.default_size = image.size
 
-    def draw(self, drawings: Sequence[Drawing], after_step: AfterStep) -> list[bytes]:
-        """Returns the pictures as PNGs. All drawings have the same size, steps and guidance scale."""
+    def draw(self, drawings: Sequence[Drawing], after_step: AfterStep) -> list[Picture | Clip]:
+        """Returns the files. All drawings have the same size, frames, steps and guidance scale."""
 
         def ended(_pipeline: object, step: int, _time: object, tensors: dict[str, Any]) -> dict[str, Any]:
             after_step(step + 1, lambda index: self._preview(tensors["latents"][index : index + 1]))
             return {}
 
-        return [png(image) for image in self._run(drawings, ended, has_size=True)]
+        drawn = self._run(drawings, ended)
+        return [written(drawing, frames) for drawing, frames in zip(drawings, drawn, strict=True)]
 
     def free(self) -> None:
         """Gives the memory of an ended batch back to the device."""
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
 
-    def _run(self, drawings: Sequence[Drawing], ended: Callable[..., Any], *, has_size: bool) -> list[Image.Image]:
+    def _trained_size(self) -> tuple[int, int]:
+        """0 where the network does not say it; then the pipeline's own default counts."""
+        side = getattr(self.network.config, "sample_size", None)
+        scale = getattr(self._pipeline, "vae_scale_factor", None)
+        return (side * scale,) * 2 if isinstance(side, int) and isinstance(scale, int) else (0, 0)
+
+    def _run(self, drawings: Sequence[Drawing], ended: Callable[..., Any]) -> list[list[Image.Image]]:
+        """The frames of each drawing. However it ends, nothing but the weights stays on the device, and of those that
+        are offloaded none.
+        """
+        steps = drawings[0].steps
+        if self._tea_cache is not None:
+            self._tea_cache.begin(steps)
+        is_done = False
+        try:
+            made = self._pipeline(
+                [one.prompt for one in drawings],
+                num_inference_steps=steps,
+                # On the processor, so that the noise is the same on every device.
+                generator=[torch.Generator("cpu").manual_seed(one.seed) for one in drawings],
+                callback_on_step_end=self._counting(ended),
+                **self._options(drawings),
+            )
+            is_done = True
+        finally:
+            if self._tea_cache is not None:
+                self._tea_cache.end()
+            if not is_done:
+                self._pipeline.maybe_free_model_hooks()
+        drawn: list[list[Image.Image]] = [[image] for image in made.images] if self._frames is None else made.frames
+        wanted = [one.frames for one in drawings]
+        if (found := [len(frames) for frames in drawn]) != wanted:
+            raise ValueError(f"it makes {found} frames where {wanted} are asked for")
+        return drawn
+
+    def _options(self, drawings: Sequence[Drawing]) -> dict[str, Any]:
+        """Of the pipeline's call, those that it takes."""
         first = drawings[0]
-        options: dict[str, Any] = {"width": first.width, "height": first.height} if has_size else {}
-        if "guidance_scale" in self._takes:
-            options["guidance_scale"] = first.guidance_scale
-        if self.has_negative_prompts:
-            options["negative_prompt"] = [one.negative_prompt for one in drawings]
-        # On the processor, so that the noise is the same on every device.
-        seeds = [torch.Generator("cpu").manual_seed(one.seed) for one in drawings]
-        images: list[Image.Image] = self._pipeline(
-            [one.prompt for one in drawings],
-            num_inference_steps=first.steps,
-            generator=seeds,
-            callback_on_step_end=ended,
-            **options,
-        ).images
-        if len(images) != len(drawings):
-            raise EngineFailed(f"{self.name} drew {len(images)} pictures of {len(drawings)}")
-        return images
+        options: dict[str, Any] = {"width": first.width, "height": first.height} if first.width else {}
+        wanted = {
+            "guidance_scale": first.guidance_scale,
+            "negative_prompt": [one.negative_prompt for one in drawings],
+            "output_type": "pil",
+            "clean_caption": False,  # of the prompts, by packages for web pages
+            **({self._frames: first.frames} if self._frames else {}),
+        }
+        return options | {name: value for name, value in wanted.items() if name in self._takes}
+
+    def _counting(self, ended: Callable[..., Any]) -> Callable[..., Any]:
+        if (cache := self._tea_cache) is None:
+            return ended
+
+        def ended_and_counted(*arguments: Any) -> Any:
+            cache.next_step()
+            return ended(*arguments)
+
+        return ended_and_counted
 
     def _learn_of_latents(
         self, _pipeline: object, _step: int, _time: object, tensors: dict[str, Any]
     ) -> dict[str, Any]:
         has_decoder = isinstance(getattr(self._pipeline, "vae", None), diffusers.AutoencoderKL)
-        self.has_previews = has_decoder and tensors["latents"].ndim == 4
+        self.has_previews = has_decoder and tensors["latents"].ndim == (4 if self._frames is None else 5)
         return {}
 
     def _preview(self, latents: torch.Tensor) -> bytes:
-        decoder = self._pipeline.vae
+        """The picture, or the first frame."""
+        latents, decoder = latents if latents.ndim == 4 else latents[:, :, 0], self._pipeline.vae
         shift = getattr(decoder.config, "shift_factor", None) or 0.0
         pixels = decoder.decode(latents / decoder.config.scaling_factor + shift).sample
-        return png(self._pipeline.image_processor.postprocess(pixels)[0])
+        return png(VaeImageProcessor().postprocess(pixels)[0])
 
 
 def pipeline_class(folder: Path) -> Any:
@@ -140,20 +203,13 @@ def fingerprint(folder: Path) -> str:
     return ",".join(f"{part.name}:{checkpoint.fingerprint(part)}" for part in parts)
 
 
-def png(image: Image.Image) -> bytes:
-    """The picture as a file."""
-    file = io.BytesIO()
-    image.save(file, "png")
-    return file.getvalue()
-
-
 def _dtype(config: DiffusionConfig, device: torch.device) -> torch.dtype:
     if config.dtype == "auto":
         return torch.float32 if device.type == "cpu" else torch.bfloat16
     return _DTYPES[config.dtype]
 
 
-def _placed(pipeline: Any, config: DiffusionConfig, device: torch.device) -> Any:
+def _place(pipeline: Any, config: DiffusionConfig, device: torch.device) -> None:
     if config.cpu_offload != "none" and device.type == "cpu":
         raise ConfigError("engine.cpu_offload: needs a GPU")
     match config.cpu_offload:
@@ -161,6 +217,7 @@ def _placed(pipeline: Any, config: DiffusionConfig, device: torch.device) -> Any
             pipeline.enable_model_cpu_offload(device=device)
         case "sequential":
             pipeline.enable_sequential_cpu_offload(device=device)
+        case "stream":
+            pipeline.enable_group_offload(device, offload_type="leaf_level", use_stream=True)
         case _:
             pipeline.to(device)
-    return pipeline

@@ -1,17 +1,17 @@
-"""A Diffuser without a model: pictures of noise, which follow from what is asked for alone."""
+"""A Diffuser without a model: pictures and clips of noise, which follow from what is asked for alone."""
 
 import asyncio
 import hashlib
 import io
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
 from dataclasses import astuple, replace
 
 import numpy
 from PIL import Image
 
 from baton.errors import Overloaded
-from services.engines.base import DrawingRules, ModelFacts
-from services.engines.diffusion import Drawing, Picture, Step
+from services.engines.base import ClipRules, DrawingRules, ModelFacts
+from services.engines.diffusion import Clip, Drawing, Picture, Step
 from services.engines.simulated.encoder import SimulatedPart
 from services.engines.simulated.tokens import Vocabulary
 
@@ -27,6 +27,7 @@ _RULES = DrawingRules(
     max_prompt_characters=2000,
     negative_prompt=True,
     previews=True,
+    clips=ClipRules(frames=4, max_frames=64, frame_multiple=1, frames_per_second=8.0, mp4=False),
 )
 
 
@@ -39,11 +40,11 @@ class SimulatedDiffuser(SimulatedPart):
     def _new_facts(self, vocabulary: Vocabulary, load_seconds: float) -> ModelFacts:
         return replace(super()._new_facts(vocabulary, load_seconds), drawing=_RULES)
 
-    def predicted_seconds(self, drawing: Drawing) -> float | None:
-        """The seconds that a drawing would take from now."""
-        return (self._unfinished + 1) * drawing.steps * self._config.draw_step_seconds
+    def predicted_seconds(self, drawings: Sequence[Drawing]) -> float | None:
+        """The seconds that drawings would take from now."""
+        return (self._unfinished + len(drawings)) * drawings[0].steps * self._config.draw_step_seconds
 
-    async def draw(self, drawing: Drawing) -> AsyncGenerator[Step | Picture, None]:
+    async def draw(self, drawing: Drawing) -> AsyncGenerator[Step | Picture | Clip, None]:
         """Draws noise. See Diffuser."""
         if self._unfinished >= self._config.max_waiting:
             raise Overloaded(f"{self._unfinished} pictures wait already", retry_after_seconds=1.0)
@@ -54,7 +55,7 @@ class SimulatedDiffuser(SimulatedPart):
                     await asyncio.sleep(self._config.draw_step_seconds)
                     self.steps += 1
                     yield self._step(drawing, number)
-                yield Picture(_noise(drawing), drawing.width, drawing.height)
+                yield await _drawn(drawing)
         finally:
             self._unfinished -= 1
 
@@ -62,6 +63,16 @@ class SimulatedDiffuser(SimulatedPart):
         every, remaining = drawing.preview_steps, (drawing.steps - number) * self._config.draw_step_seconds
         is_due = every and number % every == 0 and number < drawing.steps
         return Step(number, drawing.steps, remaining, _noise(replace(drawing, steps=number)) if is_due else b"")
+
+
+async def _drawn(drawing: Drawing) -> Picture | Clip:
+    if drawing.clip is None:
+        return Picture(_noise(drawing), drawing.width, drawing.height)
+    frames: list[bytes] = []
+    for number in range(drawing.frames):
+        frames.append(_noise(replace(drawing, seed=drawing.seed + number, clip=None)))
+        await asyncio.sleep(0)
+    return Clip(b"", tuple(frames), drawing.width, drawing.height)
 
 
 def _noise(drawing: Drawing) -> bytes:

@@ -40,6 +40,16 @@ async def test_the_pictures_are_those_of_the_same_seed_by_grpc(served: Bench) ->
     assert [base64.b64decode(one.b64_json or "") for one in answer.data or ()] == expected
 
 
+async def test_pictures_are_data_urls_if_urls_are_asked_for(served: Bench) -> None:
+    own: Any = {"seed": 5, "steps": 4}
+    answer = await client_of(served).images.generate(
+        model="demo", prompt="a red circle", n=2, response_format="url", extra_body=own
+    )
+    expected = await by_grpc(served, seed=5, steps=4, number=2)
+    urls = [one.url or "" for one in answer.data or ()]
+    assert urls == ["data:image/png;base64," + base64.b64encode(png).decode() for png in expected]
+
+
 async def test_a_stream_has_partial_images_and_then_the_picture(served: Bench) -> None:
     own: Any = {"seed": 5}
     stream = await client_of(served).images.generate(
@@ -57,7 +67,7 @@ async def test_wrong_fields_are_named_in_openais_words(served: Bench) -> None:
         "n": {"n": 5},
         "prompt": {"prompt": ""},
         "steps": {"steps": 1001},
-        "response_format": {"response_format": "url"},
+        "response_format": {"response_format": "url", "stream": True},
         "output_format": {"output_format": "webp"},
         "style": {"style": "vivid"},
     }

@@ -164,6 +164,7 @@ class FleetPlan:
     encode: int = 0
     prefill: int = 2
     decode: int = 2
+    diffuse: int = 0
     routers: int = 1
     module: str = "services"  # what workers are started with
     metrics: bool = False
@@ -271,7 +272,8 @@ def _nodes(plan: FleetPlan, folder: Path) -> list[Node]:
         return Node(module, name, [overrides[0], *common, *overrides[1:]], metrics, folder, plan.engine_seconds, seen)
 
     nodes: list[Node] = []
-    for role, count in (("encode", plan.encode), ("prefill", plan.prefill), ("decode", plan.decode)):
+    for role in ("encode", "prefill", "decode", "diffuse"):
+        count = getattr(plan, role)
         config = str(ROOT / f"deploy/config/{role}.yaml")
         for index in range(count):
             name = f"{role}-{index}"
