@@ -1,4 +1,4 @@
-"""What both clients' methods that draw take, and the requests that these make."""
+"""The arguments of both clients' methods that draw, and the requests that these make."""
 
 from dataclasses import dataclass
 from typing import Generic, TypeVar

@@ -156,7 +156,7 @@ class Quotas:
         self._raise_unless(loan, tenant, need)
 
     async def _borrow(self, tenant: TenantQuota, need: QuotaNeed) -> peer_pb2.QuotaLoan | None:
-        """What is lent here, or was lent already, or is now; None if no router lends."""
+        """The share that is lent here, was lent already, or is lent now; None if no router lends."""
         loan = self._use_here(tenant, need)
         if loan is not None:
             return loan

@@ -40,7 +40,7 @@ def _may_go_on(lost: WorkerHandle, error: BatonError) -> bool:
 
 
 def _patience(state: ExecutionState) -> float:
-    """How long to wait: where no other worker can continue, as long as for one."""
+    """The time to wait: where no other worker can continue, as long as for one."""
     seconds, tried = state.retries.reattach_seconds, state.attempts.tried if state.attempts else frozenset[str]()
     if not seconds or state.placer.can_decode(state.routing_request, state.context_tokens, tried):
         return seconds

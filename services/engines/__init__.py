@@ -9,6 +9,7 @@ answer.py         tokens, and the end of a generation
 kv_transfer.py    the Protocols of engines that transfer KV themselves
 request_context.py context variables of a request, which engines read
 metrics.py        what engines count themselves
+journal/          kept decodes in shared memory, for the next process of a worker
 seals.py          seals of blocks that leave a pool, and digests of their contents
 kv.py             KV blocks: layout, memory, owners
 loras.py          adapters: what an engine has, and how requests use them

@@ -9,7 +9,7 @@ from services.engines.base import EnginePart
 
 @dataclass(frozen=True, slots=True)
 class ClipOptions:
-    """How long a clip is, and how it is written: as one MP4, or else as a PNG of each frame."""
+    """The length of a clip and its form: one MP4, or else a PNG of each frame."""
 
     frames: int
     frames_per_second: float

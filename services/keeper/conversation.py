@@ -36,7 +36,7 @@ class Conversation:
 
     @property
     def complaint(self) -> str:
-        """What it has failed to do, once no time is left."""
+        """The step that it has failed to do, once no time is left."""
         if self._patience is None:
             return "the worker has not become ready in time"
         return f"the worker has not given a sign of life for {monotonic() - self._beat_at:.1f} s"

@@ -50,7 +50,7 @@ class SlotShape:
 
 @dataclass(slots=True)
 class Head:
-    """What a slot says of its decode. `recoveries` counts the processes that took it over since its last new id."""
+    """The state of a decode by its slot. `recoveries` counts the processes that took it over since its last new id."""
 
     number: int = 0  # of the writes; the larger one of two heads counts
     is_open: int = 0
@@ -84,7 +84,7 @@ class Head:
 
 @dataclass(frozen=True, slots=True)
 class Content:
-    """What a slot counts: the request, all ids of prompt and answer, and the blocks in the order of the ids."""
+    """The counts of a slot: the request, all ids of prompt and answer, and the blocks in the order of the ids."""
 
     record: bytes
     ids: "array[int]"
@@ -174,7 +174,7 @@ class Slot:
     # A process that takes it over.
 
     def read(self) -> Content | None:
-        """What it counts by its newest whole head; None if it is not open, or was damaged, and of no use."""
+        """The counts of its newest whole head; None if it is not open, or was damaged, and of no use."""
         heads = [self._read_head(at) for at in _HEADS]
         self._note_number = max(self._read_note(at)[0] for at in _NOTES)
         self.is_damaged = not all(head.number for head in heads)
@@ -204,7 +204,7 @@ class Slot:
         self._write_both()
 
     def _content(self, head: Head) -> Content | None:
-        """What a head counts; None if it is not what was written. Without its blocks the ids stand."""
+        """The counts of a head; None if it is not as it was written. Without its blocks the ids stand."""
         shape = self._shape
         if head.record_bytes > RECORD_BYTES or head.length > shape.tokens or head.num_blocks > shape.blocks:
             return None

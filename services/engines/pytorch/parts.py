@@ -36,7 +36,7 @@ _DRAFT_BLOCKS = 16
 
 @dataclass(frozen=True, slots=True)
 class Recovered:
-    """What an earlier process has left: the hashes of blocks in the prefix cache, and decodes that own their blocks."""
+    """The remains of an earlier process: hashes of blocks in the prefix cache, and decodes that own their blocks."""
 
     hashes: Sequence[bytes] = ()
     decodes: Sequence[FoundDecode] = ()
