@@ -212,6 +212,8 @@ class KeptStreams:
         if entry is None or entry.stream.attachment != request.attachment:
             return
         entry.stop()
+        # Its router has ended: nobody goes on with it elsewhere, whether it has read of that or not.
+        _free_yielded(entry.stream)
         if request.forget:
             self._drop(entry)
 
@@ -295,6 +297,8 @@ class KeptStreams:
         self._parked.pop(entry, None)
         if self._finished.pop(entry, None) is not None:
             self._free_slot(entry)
+        if not entry.stream.is_told:
+            _free_yielded(entry.stream)  # the router that has been told of it frees it, or has it read
         if self._entries.get(entry.stream.kept.request_id) is entry:
             del self._entries[entry.stream.kept.request_id]
         self._note_usage()
@@ -318,6 +322,12 @@ class KeptStreams:
             self._note_usage()
             metrics.KEPT_DROPPED.labels("room").inc()
         self._look = loop.call_later(_LOOK_SECONDS, self._make_room)
+
+
+def _free_yielded(stream: KeptStream) -> None:
+    if stream.free_yielded is not None:
+        stream.free_yielded()
+        stream.free_yielded = None
 
 
 def attached(stream: KeptStream, request: decode_pb2.AttachRequest) -> decode_pb2.DecodeResponse:
