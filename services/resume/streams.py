@@ -127,7 +127,7 @@ class KeptStreams:
 
     async def start(self, request: decode_pb2.DecodeRequest, own: Own, seconds: float | None) -> KeptStream:
         """Begins a decode: `own` runs it, in its own task, for `seconds` at most. One of the same id ends first."""
-        if (before := self._entries.get(request.request_id)) is not None:
+        while (before := self._entries.get(request.request_id)) is not None:
             self._drop(before)
             if before.owner is not None:
                 await wait_until_done(before.owner)
@@ -140,7 +140,9 @@ class KeptStreams:
         stream = KeptStream(KeptRequest.of(left.request, self._config.max_seconds), self._config.logprob_bytes)
         stream.slot = left.decode.slot
         stream.attempt, stream.attachment = left.decode.slot.last_reader
-        self._park(self._enter(stream, own, left.remaining_seconds))
+        entry = self._enter(stream, own, left.remaining_seconds)
+        # Once its task has begun, too: there may be more of them than may be parked.
+        asyncio.get_running_loop().call_soon(self._park, entry, context=self._context)
 
     def _enter(self, stream: KeptStream, own: Own, seconds: float | None) -> _Entry:
         entry = self._entries[stream.kept.request_id] = _Entry(stream)
