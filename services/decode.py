@@ -192,6 +192,9 @@ class DecodeServicer(decode_pb2_grpc.DecodeServiceServicer):
                         stream.add(event)
                     case Accepted():
                         stream.accept(response(self._identity.worker_id, event))
+                    case Yielded(_, handoff) if handoff is not None:
+                        free = partial(self._leases.discard, handoff.handoff_id)
+                        stream.finish(response(self._identity.worker_id, event), free)
                     case Finished() | Yielded():
                         stream.finish(response(self._identity.worker_id, event))
 

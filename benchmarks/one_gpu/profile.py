@@ -15,8 +15,6 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
-from runtime.timing_profile import TimingProfile, read_timing_profile
-
 from baton import AsyncClient
 from baton.inference.v1 import generate_pb2
 from benchmarks.gpu_transfer import TINY
@@ -24,6 +22,7 @@ from benchmarks.one_gpu.cluster import Worker, cluster, embedded, router
 from benchmarks.parts import ROOT
 from benchmarks.two_gpus.model import big_shape, folder_of
 from benchmarks.two_gpus.report import say, table
+from engine_protocol.timing_profile import TimingProfile, read_timing_profile
 
 _PROMPTS, _BATCHES, _CONTEXTS = (
     ("16 64 128", "1 4", "64 128") if TINY else ("128 512 1024 2048 4000", "1 4 16 64", "512 2048")

@@ -50,6 +50,7 @@ class StreamReader:
         if self._stream.finished is None:
             raise _failure(self._stream.error)
         await reply.write(decode_pb2.DecodeResponse.FromString(self._stream.finished))
+        self._stream.is_told = True
 
     async def _write_logprobs(self, reply: TokenReply) -> None:
         is_last = False

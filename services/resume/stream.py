@@ -95,11 +95,13 @@ class KeptStream:
         "deadline_at",
         "error",
         "finished",
+        "free_yielded",
         "has_ended",
         "has_yielded",
         "hop",
         "ids",
         "is_over",
+        "is_told",
         "kept",
         "prompt_logprobs",
         "read_tokens",
@@ -118,6 +120,8 @@ class KeptStream:
         self.accepted: bytes | None = None
         self.finished: bytes | None = None
         self.has_yielded = False
+        self.is_told = False  # of its end: a reader has got all of it
+        self.free_yielded: Callable[[], None] | None = None  # frees the KV that its last response gives, if nobody has
         self.error: Exception | None = None
         self.has_ended = self.is_over = False
         self.deadline_at: float | None = None  # of the event loop's clock
@@ -169,8 +173,9 @@ class KeptStream:
         self.accepted = accepted.SerializeToString()
         self.notify()
 
-    def finish(self, finished: decode_pb2.DecodeResponse) -> None:
-        """Notes the last response."""
+    def finish(self, finished: decode_pb2.DecodeResponse, free_yielded: Callable[[], None] | None = None) -> None:
+        """Notes the last response, and how to free the KV that it gives, if it does."""
+        self.free_yielded = free_yielded
         self.finished, self.has_yielded = finished.SerializeToString(), finished.HasField("yielded")
 
     def end(self, error: Exception | None = None) -> None:

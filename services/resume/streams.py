@@ -127,7 +127,7 @@ class KeptStreams:
 
     async def start(self, request: decode_pb2.DecodeRequest, own: Own, seconds: float | None) -> KeptStream:
         """Begins a decode: `own` runs it, in its own task, for `seconds` at most. One of the same id ends first."""
-        if (before := self._entries.get(request.request_id)) is not None:
+        while (before := self._entries.get(request.request_id)) is not None:
             self._drop(before)
             if before.owner is not None:
                 await wait_until_done(before.owner)
@@ -140,7 +140,9 @@ class KeptStreams:
         stream = KeptStream(KeptRequest.of(left.request, self._config.max_seconds), self._config.logprob_bytes)
         stream.slot = left.decode.slot
         stream.attempt, stream.attachment = left.decode.slot.last_reader
-        self._park(self._enter(stream, own, left.remaining_seconds))
+        entry = self._enter(stream, own, left.remaining_seconds)
+        # Once its task has begun, too: there may be more of them than may be parked.
+        asyncio.get_running_loop().call_soon(self._park, entry, context=self._context)
 
     def _enter(self, stream: KeptStream, own: Own, seconds: float | None) -> _Entry:
         entry = self._entries[stream.kept.request_id] = _Entry(stream)
@@ -212,6 +214,8 @@ class KeptStreams:
         if entry is None or entry.stream.attachment != request.attachment:
             return
         entry.stop()
+        # Its router has ended: nobody goes on with it elsewhere, whether it has read of that or not.
+        _free_yielded(entry.stream)
         if request.forget:
             self._drop(entry)
 
@@ -295,6 +299,8 @@ class KeptStreams:
         self._parked.pop(entry, None)
         if self._finished.pop(entry, None) is not None:
             self._free_slot(entry)
+        if not entry.stream.is_told:
+            _free_yielded(entry.stream)  # the router that has been told of it frees it, or has it read
         if self._entries.get(entry.stream.kept.request_id) is entry:
             del self._entries[entry.stream.kept.request_id]
         self._note_usage()
@@ -318,6 +324,12 @@ class KeptStreams:
             self._note_usage()
             metrics.KEPT_DROPPED.labels("room").inc()
         self._look = loop.call_later(_LOOK_SECONDS, self._make_room)
+
+
+def _free_yielded(stream: KeptStream) -> None:
+    if stream.free_yielded is not None:
+        stream.free_yielded()
+        stream.free_yielded = None
 
 
 def attached(stream: KeptStream, request: decode_pb2.AttachRequest) -> decode_pb2.DecodeResponse:

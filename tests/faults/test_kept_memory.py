@@ -23,6 +23,7 @@ from rpc.channels import open_channel
 _PROMPTS = [f"Tell me {number} long stories: " + "once upon a time " * number for number in range(1, 7)]
 _TOKENS = 600
 _ENGINE = "engine={kind: pytorch, model: models/demo, execution: fused, threads: 1, kv_cache_bytes: 67108864}"
+_BLOCKS_AMID = 12  # of an answer; its prompt takes eight at most
 _DEATHS = [signal.SIGKILL, signal.SIGSEGV, signal.SIGSTOP]
 
 
@@ -117,7 +118,7 @@ async def test_kept_streams_go_on_with_all_their_kv_in_the_next_process(
     async with _calls(deployment) as stub:
         expected = await _answers(stub, requests)
         running = asyncio.create_task(_answers(stub, requests))
-        await until(lambda: _is_amid(deployment))
+        await until(lambda: _have_tokens(deployment))
         os.kill(deployment.worker.pid, death)
         again = await running
         assert [answer.ids for answer in again] == [answer.ids for answer in expected]
@@ -132,3 +133,9 @@ async def test_kept_streams_go_on_with_all_their_kv_in_the_next_process(
 
 def _is_amid(deployment: Deployment) -> bool:
     return scrape(deployment.metrics).sum("baton_worker_running_requests") == len(_PROMPTS)
+
+
+def _have_tokens(deployment: Deployment) -> bool:
+    """True if all run, and have more blocks than their prompts take: one that is killed before has only its ids."""
+    used = scrape(deployment.metrics).sum("baton_kv_blocks", state="used")
+    return _is_amid(deployment) and used >= _BLOCKS_AMID * len(_PROMPTS)

@@ -219,7 +219,7 @@ class PyTorchEngine(Engine):
         if not 0 < num_tokens <= len(prompt.context):
             raise InvalidRequest.of("handoff.num_tokens", f"must be 1 to {len(prompt.context)}, as the prompt has")
         if num_tokens >= self.facts.max_context_tokens:
-            raise InvalidRequest.of("prompt", f"leaves no rules for an answer within {self.facts.max_context_tokens}")
+            raise InvalidRequest.of("prompt", f"leaves no room for an answer within {self.facts.max_context_tokens}")
         granted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         chain = HashChain(prompt.cache_salt, self.facts.layout.block_tokens, prompt.media, prompt.chain_seed)
         hashes = chain.upto(prompt.context, num_tokens)

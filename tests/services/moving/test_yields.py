@@ -127,3 +127,51 @@ async def test_lent_blocks_warm_the_prefix_cache_of_another_worker(start: Starte
         assert finished.usage.cached_tokens >= len(_long().prompt.token_ids) // 16 * 16
         with pytest.raises(HandoffLost):
             await unary(target.calls.decodes.Warm(warm, timeout=30))
+
+
+def _kept(grace: float) -> decode_pb2.DecodeRequest:
+    request = _long(900)
+    request.keep.secret_sha256 = sha256(b"s" * 16).digest()
+    request.keep.owner_sha256 = sha256(b"owner").digest()
+    request.keep.grace.FromNanoseconds(int(grace * 1e9))
+    return request
+
+
+async def _yields_without_a_reader(source: Running, grace: float) -> None:
+    async with aclosing(stream(source.calls.decodes.Decode(_kept(grace), timeout=30))) as responses:
+        async for response in responses:
+            if response.HasField("tokens"):
+                break
+    asking = decode_pb2.YieldRequest(request_id="r", attachment=1)
+    assert (await unary(source.calls.decodes.Yield(asking, timeout=30))).is_running
+    await eventually(lambda: source.worker.kept.streams[0].has_ended)
+    assert source.blocks_held > 0
+
+
+@pytest.mark.parametrize("forget", [False, True])
+async def test_what_a_kept_decode_yields_unheard_is_free_once_it_is_settled(start: Starter, forget: bool) -> None:
+    async with start("decode", **STEP) as source:
+        await _yields_without_a_reader(source, grace=30)
+        settling = decode_pb2.SettleRequest(request_id="r", attachment=1, forget=forget)
+        await unary(source.calls.decodes.Settle(settling, timeout=30))
+        await eventually(lambda: source.blocks_used == 0)
+
+
+async def test_what_a_kept_decode_yields_unheard_is_free_after_its_grace(start: Starter) -> None:
+    async with start("decode", **STEP) as source:
+        await _yields_without_a_reader(source, grace=0.5)
+        await eventually(lambda: len(source.worker.kept) == 0)
+        await eventually(lambda: source.blocks_used == 0)
+
+
+async def test_a_kept_decode_that_was_heard_to_yield_is_held_beyond_its_grace(start: Starter) -> None:
+    async with start("decode", **STEP) as source:
+        await _yields_without_a_reader(source, grace=0.5)
+        asking = decode_pb2.AttachRequest(
+            request_id="r", attempt=1, secret=b"s" * 16, owner_sha256=sha256(b"owner").digest()
+        )
+        async with aclosing(stream(source.calls.decodes.Attach(asking, timeout=30))) as responses:
+            [yielded] = [response.yielded async for response in responses if response.HasField("yielded")]
+        await eventually(lambda: len(source.worker.kept) == 0)
+        assert (await source.calls.renew(yielded.handoff)).still_valid
+        assert (await source.calls.release(yielded.handoff)).blocks_freed == len(yielded.handoff.block_ids)

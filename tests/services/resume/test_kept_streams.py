@@ -1,6 +1,7 @@
 """Kept decodes: they outlive their readers, are taken over exactly, refuse strangers, and end in time."""
 
 import asyncio
+import os
 import secrets
 import weakref
 from collections.abc import AsyncIterator
@@ -22,9 +23,12 @@ from baton.engine.v1 import decode_pb2
 from baton.errors import BatonError, PositionInvalid, StaleAttempt, StreamAdopted, StreamLost, Unavailable
 from runtime.aio import timeout
 from services.config import KeepConfig
-from services.engines.base import EngineLoad
+from services.engines.base import EngineLoad, RecoveredDecode
+from services.engines.journal.journal import Journal
+from services.engines.journal.slots import SlotShape
 from services.resume.stream import KeptStream
 from services.resume.streams import KeptStreams
+from services.resume.takeover import LeftStream
 
 _GRACE_SECONDS = 1.0
 _SECRET = b"s" * 16
@@ -327,6 +331,32 @@ async def test_an_ended_stream_keeps_nothing_of_its_request_but_what_it_tells() 
         left = await asyncio.create_task(read(kept))
         await eventually(lambda: left() is None)
         assert len(kept) == 1
+
+
+async def test_of_too_many_that_a_process_has_left_the_oldest_frees_its_blocks_and_its_slot() -> None:
+    shape, ended = SlotShape(tokens=64, blocks=8), list[str]()
+    descriptor = os.memfd_create("journal")
+    os.ftruncate(descriptor, 2 * shape.num_bytes)
+    journal = Journal(descriptor, shape, 2)
+    journal.begin()
+
+    async def own(stream: KeptStream) -> None:
+        try:
+            await asyncio.sleep(60)
+        finally:
+            ended.append(stream.kept.request_id)  # here its blocks are released
+
+    def no_load() -> EngineLoad:
+        raise AssertionError("nobody looks so early")
+
+    async with KeptStreams(KeepConfig(max_parked=1), no_load, journal) as kept:
+        for name in ("first", "second"):
+            slot = journal.open_slot(b"", [1, 2])
+            assert slot is not None
+            kept.take_over(LeftStream(_kept(name, grace=30), None, RecoveredDecode(slot, b"", [1, 2], None)), own)
+        await eventually(lambda: journal.has_room)
+        assert ended == ["first"]
+        assert [stream.kept.request_id for stream in kept.streams] == ["second"]
 
 
 async def test_the_prompts_of_ended_streams_count(start: Starter) -> None:

@@ -170,7 +170,12 @@ class Scheduler:
             return
         self._pool.share(cached)
         new = self._pool.allocate(len(contents))
-        self._loads.promote(contents, cached, new, partial(self._lend_promoted, hashes, lent))
+        if there := self._loads.still_there(contents):
+            self._loads.promote(there, cached, new, partial(self._lend_promoted, hashes, lent))
+            return
+        # What was evicted for the copies has taken their place in host memory.
+        self._pool.release([*cached, *new])
+        lent(self.lend_cached(hashes))
 
     def _lend_promoted(
         self, hashes: Sequence[bytes], lent: Callable[[LentBlocks | None], None], promotion: Promotion, copied: int

@@ -82,9 +82,8 @@ class TierLoads:
         new: Sequence[int],
         ended: Callable[[Promotion, int], None],
     ) -> None:
-        """Starts to copy blocks of host memory into new ones of the pool."""
+        """Starts to copy blocks of host memory, at least one, into the first of the new ones of the pool."""
         assert self._tiers is not None
-        contents = self.still_there(contents)
         load = self._tiers.load(contents, new[: len(contents)])
         self.promotions.append(Promotion(cached, new, load, ended))
 

@@ -5,12 +5,12 @@ import threading
 from collections.abc import Callable
 
 import pytest
-from runtime.prefix_hash import block_hashes
 from support.engines.embedded import Checkpoint
 from support.engines.engine_calls import collect, greedy
 from support.engines.tier_damage import BLOCK_BYTES, settle
 from support.eventually import eventually
 
+from engine_protocol.prefix_hash import block_hashes
 from services.engines.kv_events import KvTier
 from services.engines.prompt import Prompt
 from services.engines.pytorch.core import EngineCore
@@ -117,3 +117,18 @@ async def test_a_loan_that_ends_amid_its_load_leaves_no_block(
             threading.Timer(0.2, go_on.set).start()
     if ends == "closed":
         assert await lending is None
+
+
+async def test_what_leaves_host_memory_for_the_loan_itself_is_not_lent(llama: Checkpoint, random_ids: Ids) -> None:
+    def fill(core: EngineCore) -> list[int]:
+        return core._pool.allocate(len(core._pool._empty))
+
+    async with llama.engine(**SETTINGS | {"tiers": {"host_bytes": BLOCK_BYTES}}) as engine:
+        names = await in_host_memory(engine, random_ids(17, 1))
+        await collect(engine.decode(Prompt(random_ids(200, 2)), greedy(1)))
+        # Without an empty block, the one to copy into is evicted: to the only slot in host memory.
+        taken = await engine._loop.call(fill)
+        assert await engine.lend_prefix(names, 0) is None
+        await engine._loop.call(lambda core: core._pool.release(taken))
+        await eventually(lambda: engine.load().blocks_used == 0)
+        assert engine.healthy
