@@ -259,7 +259,9 @@ class SimulatedScheduler:
         """Waits for blocks of other requests, and briefly for held KV; then fails the youngest waiting sequence."""
         if not self.running:
             return
-        stuck = {block for sequence in self.running for block in sequence.blocks}
+        # Those with pulled KV that wait are stuck, too: the batch is full, or they would run.
+        adopted = (item for item in self.waiting if isinstance(item, Sequence))
+        stuck = {block for sequence in (*self.running, *adopted) for block in sequence.blocks}
         kept = self._kept.beside(stuck)
         if self._blocks.used > len(stuck) + kept:
             await self._changed(None)

@@ -4,8 +4,10 @@ import asyncio
 import json
 import math
 import time
+from collections.abc import Coroutine
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from support.engines.engine_calls import collect, pull
@@ -16,8 +18,9 @@ from baton.errors import ConfigError, EngineFailed
 from runtime.aio import timeout
 from services.engines.answer import FinishReason
 from services.engines.kv import PulledKv
-from services.engines.prompt import Prompt, Sampling
+from services.engines.prompt import Embedding, MediaSpan, Prompt, Sampling
 from services.engines.simulated.config import SimulatedConfig
+from services.engines.simulated.encoder import embedding_data
 from services.engines.simulated.engine import SimulatedEngine
 
 PROMPT = Prompt(tuple(b"a prompt of some length"))
@@ -163,6 +166,28 @@ async def test_blocks_are_reserved_and_their_sequence_joins_the_batch_while_a_st
             task.cancel()
         await asyncio.wait((step, joined))
         await held.release()
+
+
+async def test_pulled_kv_that_waits_for_the_batch_does_not_hold_up_the_running_one_for_ever() -> None:
+    small = SimulatedConfig(num_blocks=4, max_batch=1)
+    async with SimulatedEngine(SimulatedConfig()) as owner, SimulatedEngine(small) as engine, timeout(60):
+        pulled = [await _pulled_picture(owner, engine, number) for number in (1, 2)]
+        outcomes = await asyncio.gather(*pulled, return_exceptions=True)
+        assert sorted(type(outcome).__name__ for outcome in outcomes) == ["HandoffLost", "tuple"]
+        assert engine.load().blocks_used == 0
+
+
+async def _pulled_picture(
+    owner: SimulatedEngine, engine: SimulatedEngine, number: int
+) -> Coroutine[Any, Any, tuple[int, ...]]:
+    """A decode of 24 tokens from KV of two full blocks, of a picture that cannot be computed there."""
+    token_ids = (number,) * 32
+    embedding = Embedding(bytes([number]), (4, 8), "float32", embedding_data(bytes([number]), (4, 8)))
+    held = await owner.prefill(Prompt(token_ids, media=(MediaSpan(0, 4, embedding.digest, embedding),)), sampled(24))
+    following = Prompt(token_ids, (held.first_token,), media=(MediaSpan(0, 4, embedding.digest),))
+    reservation = await engine.reserve(following, held.num_tokens)
+    await pull(owner, held, engine, reservation)
+    return ids(engine, PulledKv(following, reservation), sampled(24))
 
 
 async def test_wrong_bytes_in_pulled_blocks_fail_the_request_and_not_the_engine() -> None:
