@@ -1,6 +1,7 @@
 """Checks the order of timeouts across a deployment, as docs/production.md requires."""
 
-from collections.abc import Iterator, Sequence
+import re
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -84,6 +85,12 @@ def _of_probes(routers: Sequence[ConfiguredProcess], workers: Sequence[Configure
             yield from _ordered(router.name, hung, key, "a hung worker is only noticed when its registration expires")
 
 
+def _serves(match: Mapping[str, Any]) -> bool:
+    """True if a route matches the calls of InferenceService."""
+    regex = match.get("safe_regex", {}).get("regex", "")
+    return match.get("prefix") == SERVICE or re.fullmatch(regex, f"{SERVICE}Generate") is not None
+
+
 def _of_envoy(envoy: EnvoyFile, routers: Sequence[ConfiguredProcess]) -> Iterator[Finding]:
     limits, interval = list(_stream_limits(envoy)), _health_interval(envoy)
     for router in routers:
@@ -111,7 +118,7 @@ def _stream_limits(envoy: EnvoyFile) -> Iterator[NamedDuration]:
     """The timeouts that end a stream of the public API. 0 disables one."""
     for manager in _all(envoy.value["static_resources"].get("listeners", ()), "typed_config"):
         routes = [each for table in _all(manager, "route_config") for found in _all(table, "routes") for each in found]
-        for route in (each["route"] for each in routes if each["match"].get("prefix") == SERVICE):
+        for route in (each["route"] for each in routes if _serves(each["match"])):
             yield NamedDuration(
                 "stream_idle_timeout", _seconds(manager, "stream_idle_timeout", ENVOY_STREAM_IDLE_SECONDS)
             )

@@ -23,6 +23,8 @@ RECOVERED_DECODES = counter(
     "Decodes that an earlier process of this worker left: with whole KV, a part of it, or as ids; damaged records.",
     ["outcome"],
 )
+for _outcome in ("whole", "cut", "ids", "damaged"):
+    RECOVERED_DECODES.labels(_outcome)  # a series that begins at one shows no increase
 DRAFTED_TOKENS = counter("baton_drafted_tokens_total", "Tokens that speculation guessed.")
 ACCEPTED_TOKENS = counter("baton_accepted_draft_tokens_total", "Guessed tokens that became part of an answer.")
 

@@ -28,7 +28,7 @@ async def test_a_large_picture_does_not_hold_the_event_loop() -> None:
     image = image_pb2.GeneratedImage(data=PICTURE, width=1, height=1)
 
     async def attempt() -> None:
-        await asyncio.create_task(stream.send(image_pb2.ImageServiceGenerateResponse(image=image)))
+        await asyncio.create_task(stream.send(image))
 
     await assert_never_held(HELD_SECONDS, attempt)
     assert max(sent) > len(PICTURE) * 4 // 3

@@ -108,7 +108,9 @@ def manager_of(envoy: EnvoyFile) -> Any:
 
 def route_of(envoy: EnvoyFile) -> Any:
     routes = manager_of(envoy)["route_config"]["virtual_hosts"][0]["routes"]
-    return next(each["route"] for each in routes if each["match"].get("prefix", "").endswith("InferenceService/"))
+    return next(
+        each["route"] for each in routes if "(Inference|" in each["match"].get("safe_regex", {}).get("regex", "")
+    )
 
 
 def test_an_envoy_that_cuts_idle_streams_before_the_router_ends_them_is_broken(

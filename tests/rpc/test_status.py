@@ -35,6 +35,7 @@ WIRE = {
     "PositionInvalid": ("INVALID_ARGUMENT", "POSITION_INVALID"),
     "EmbeddingLost": ("ABORTED", "EMBEDDING_LOST"),
     "HandoffLost": ("ABORTED", "HANDOFF_LOST"),
+    "TokensLost": ("DATA_LOSS", "TOKENS_LOST"),
     "Overloaded": ("RESOURCE_EXHAUSTED", "OVERLOADED"),
     "DeadlineUnreachable": ("RESOURCE_EXHAUSTED", "DEADLINE_UNREACHABLE"),
     "SlowReader": ("RESOURCE_EXHAUSTED", "SLOW_READER"),
