@@ -54,7 +54,9 @@ def plan(namespace: str, etcd: str, *, apart: bool) -> FleetPlan:
         worker = (*worker, "roles=[prefill, decode]")
     module = "support.faults.killed_workers"
     count = int(apart)
-    return FleetPlan(namespace, etcd, worker, ROUTER, 0, count, 1, 2, module=module, metrics=True)
+    return FleetPlan(
+        namespace, etcd, worker, ROUTER, encode=0, prefill=count, decode=1, routers=2, module=module, metrics=True
+    )
 
 
 class Killer:
