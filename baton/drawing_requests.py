@@ -1,5 +1,6 @@
 """The arguments of both clients' methods that draw, and the requests that these make."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
@@ -52,11 +53,10 @@ def draw(
         priority: From -10 to 10; where requests wait, higher ones go first.
         timeout_seconds: For the whole call.
     """
-    message = image_pb2.ImageServiceGenerateRequest(request_id=request_id, model=model)
-    message.options.prompt, message.options.negative_prompt = prompt, negative_prompt
     wanted = {"width": width, "height": height, "steps": steps, "seed": seed, "number": number}
-    for name, value in {**wanted, "guidance_scale": guidance_scale, "preview_steps": preview_steps}.items():
-        set_field(message.options, name, value, "options")
+    more = {"guidance_scale": guidance_scale, "preview_steps": preview_steps}
+    options = _options(prompt, negative_prompt, {**wanted, **more})
+    message = image_pb2.ImageServiceGenerateRequest(request_id=request_id, model=model, options=options)
     return DrawCall(message, priority, timeout_seconds)
 
 
@@ -99,12 +99,19 @@ def draw_video(
         priority: From -10 to 10; where requests wait, higher ones go first.
         timeout_seconds: For the whole call.
     """
-    message = video_pb2.VideoServiceGenerateRequest(request_id=request_id, model=model)
-    message.options.prompt, message.options.negative_prompt = prompt, negative_prompt
     wanted = {"width": width, "height": height, "steps": steps, "seed": seed, "number": number}
-    for name, value in {**wanted, "guidance_scale": guidance_scale, "preview_steps": preview_steps}.items():
-        set_field(message.options, name, value, "options")
+    more = {"guidance_scale": guidance_scale, "preview_steps": preview_steps}
+    options = _options(prompt, negative_prompt, {**wanted, **more})
+    message = video_pb2.VideoServiceGenerateRequest(request_id=request_id, model=model, options=options)
     message.video.format = video_pb2.VIDEO_FORMAT_MP4 if mp4 else video_pb2.VIDEO_FORMAT_PNG
     set_field(message.video, "frames", frames, "video")
     set_field(message.video, "frames_per_second", frames_per_second, "video")
     return DrawCall(message, priority, timeout_seconds)
+
+
+def _options(prompt: str, negative_prompt: str, values: Mapping[str, float | None]) -> image_pb2.ImageOptions:
+    """The options of a drawing; what is None is left to the model. Raises as set_field does."""
+    options = image_pb2.ImageOptions(prompt=prompt, negative_prompt=negative_prompt)
+    for name, value in values.items():
+        set_field(options, name, value, "options")
+    return options

@@ -1,4 +1,4 @@
-"""What one GPU reaches: KV tiers, answers that move between two workers on it, prefill, a profile, images.
+"""The figures of one GPU: KV tiers, answers that move between two workers on it, prefill, a profile, images.
 
     PYTHONPATH=.:tests python -m benchmarks.gpu_one [--only tiers,drain,...] [--seconds 560] [--output FOLDER] [--tiny]
 

@@ -182,7 +182,7 @@ async def _in_time(ctx: RequestContext, work: Callable[[float], Result]) -> Resu
 
 @dataclass(slots=True)
 class _Input:
-    """The input of a request as workers get it, beside its media, which are to be loaded."""
+    """The input of a request as workers get it, and its media, which are not loaded yet."""
 
     token_ids: Sequence[int]
     prompt: prompt_pb2.Prompt

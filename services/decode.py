@@ -16,8 +16,9 @@ from rpc.server import Service
 from rpc.tracing.span import current_span, optional_attempt
 from runtime.clock import perf_counter
 from services.engines.answer import Finished, FinishReason, Tokens
-from services.engines.base import Engine, RecoveredDecode
+from services.engines.base import Engine
 from services.engines.generation import Generation
+from services.engines.journal.journal import RecoveredDecode
 from services.engines.journal.slots import Slot
 from services.engines.kv import PulledKv, Reservation
 from services.engines.prompt import Prompt, Sampling
@@ -32,6 +33,7 @@ from services.handoff.remote_handoff import Handoff, read_handoff
 from services.handoff.service import release_if_undelivered
 from services.identity import Identity
 from services.moving.running import RunningDecode, RunningDecodes
+from services.moving.warming import Warmer
 from services.multimodal.media_resolver import MediaResolver
 from services.multimodal.media_spans import read_spans
 from services.parts import WorkerParts
@@ -142,8 +144,7 @@ class DecodeServicer(decode_pb2_grpc.DecodeServiceServicer):
             await call.faults.inject("warm")
             call.faults = NO_FAULTS  # the others are planned for the decode
             prompt = self._media.with_inline_embeddings(read_prompt(request), read_spans(request.prompt))
-            handoff = read_handoff(request.handoff)
-            num_bytes = await self._decoder.warm(handoff, _lent(prompt, handoff.num_tokens), call)
+            num_bytes = await self._decoder.warmer.warm(read_handoff(request.handoff), prompt, call)
         return decode_pb2.WarmResponse(num_bytes=num_bytes)
 
     def _readers(self, request: decode_pb2.YieldRequest | decode_pb2.LendBlocksRequest) -> frozenset[str]:
@@ -274,6 +275,7 @@ class Decoder:
         self._borrower = borrower
         self._decodes = decodes
         self.allocator = allocator
+        self.warmer = Warmer(engine, puller)
         self._engine = engine
         self._puller = puller
         self._fetcher = fetcher
@@ -283,17 +285,6 @@ class Decoder:
         check_limits(self._engine.facts, prompt, Sampling(max_tokens=1))
         require_lora(self._engine, prompt)
         return await self._puller.prefetcher.run(followed, prompt, call)
-
-    async def warm(self, handoff: Handoff, prompt: Prompt, call: RunningCall) -> int:
-        """Pulls what another worker has lent of a prompt into the prefix cache. Returns how many bytes.
-
-        Raises as Puller.pull.
-        """
-        check_limits(self._engine.facts, prompt, Sampling(max_tokens=1))
-        async with using_lora(self._engine, prompt), self._puller.pull(handoff, prompt, call) as pulled:
-            reservation = pulled.kv.reservation
-            await reservation.cache(len(reservation.block_ids))
-            return sum(timing.num_bytes for timing in pulled.timings)
 
     async def decode(
         self, work: DecodeWork, call: RunningCall, send: SendTokens
@@ -407,18 +398,3 @@ async def _inject(faults: Faults, generated: int, clock: DecodeClock) -> None:
     started = perf_counter()
     await faults.inject("decode", generated)
     clock.add_fault(perf_counter() - started)
-
-
-def _lent(prompt: Prompt, num_tokens: int) -> Prompt:
-    """The part of a prompt and its answer that was lent, as a prompt of which the next id is known.
-
-    Raises InvalidRequest if it has no such id, or if it ends within the media.
-    """
-    context = prompt.context
-    if not 0 < num_tokens < len(context):
-        raise InvalidRequest.of(
-            "handoff.num_tokens", f"{num_tokens} is not within the {len(context)} ids that are given"
-        )
-    if any(span.start + span.num_tokens > num_tokens for span in prompt.media):
-        raise InvalidRequest.of("handoff.num_tokens", f"{num_tokens} ids do not contain the prompt's media")
-    return replace(prompt, token_ids=context[:num_tokens], emitted=(context[num_tokens],))

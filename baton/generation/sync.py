@@ -242,7 +242,7 @@ class Inquirer:
 
 
 class Stops:
-    """Ends answers that go on without their readers: nobody wants them any more."""
+    """Stops answers whose readers have left them."""
 
     def __init__(self, routers: Routers, settings: Settings) -> None:
         self._routers = routers

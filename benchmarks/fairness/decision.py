@@ -1,4 +1,4 @@
-"""What a decision costs with 1,000 tenants: which waiting request is next, and whether a request is within a quota."""
+"""The cost of a decision with 1,000 tenants: which waiting request is next, and whether a request is within a quota."""
 
 import statistics
 import time

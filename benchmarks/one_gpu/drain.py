@@ -81,7 +81,7 @@ class Streams:
 
 
 async def gathered(client: AsyncClient, streams: Streams) -> None:
-    """Moves all answers to the worker that is to be drained."""
+    """Moves all answers to the worker that will be drained."""
     await streams.begun(1)
     while await running(client, _OTHER):
         await client.move_streams(_OTHER)

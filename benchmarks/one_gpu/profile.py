@@ -53,7 +53,7 @@ async def sweep(address: str, isl: int, osl: int, folder: Path, name: str) -> li
 
 
 async def predicted(address: str, length: int) -> float:
-    """What a router predicts for a prompt of a length, to its first token, in seconds."""
+    """A router's prediction of the seconds to the first token of a prompt of a length."""
     ids = Random(length).choices(range(32, 127), k=length)
     request = generate_pb2.GenerateRequest(token_ids=generate_pb2.TokenIds(ids=ids))
     async with AsyncClient(address) as client:

@@ -72,7 +72,7 @@ class DrawingPipeline:
             await call_with_retries(ctx, path.retries, DiffuseCall(path.workers, ctx, asked, send))
 
     async def _store(self, folder: str, call_id: str, send: Send, event: Event | Finished) -> None:
-        """Sends an event, its file by address. The name is nobody's but the call's."""
+        """Sends an event, its file by address. The call's id makes the name unique."""
         match event:
             case image_pb2.GeneratedImage():
                 name = f"{call_id}-{event.index}.png"

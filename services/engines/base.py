@@ -19,8 +19,7 @@ from typing_extensions import Self
 from baton.errors import EngineFailed, Unsupported
 from services.engines.answer import Finished, Tokens
 from services.engines.generation import ClosingStream, Generation
-from services.engines.journal.journal import Journal
-from services.engines.journal.slots import Slot
+from services.engines.journal.journal import Journal, RecoveredDecode
 from services.engines.kv import BlockMemory, HeldBlocks, HeldKv, KvLayout, PulledKv, Reservation
 from services.engines.kv_events import ReportsKvEvents
 from services.engines.kv_transfer import TransfersKv
@@ -262,19 +261,6 @@ class DecodeEngine(Protocol):
         """
 
 
-@dataclass(frozen=True, slots=True)
-class RecoveredDecode:
-    """A decode that the worker's last process has left: its request, all ids of its prompt and its answer so far.
-
-    The KV of the first ones is in the reservation; None if all of it has to be computed again.
-    """
-
-    slot: Slot
-    record: bytes
-    ids: Sequence[int]
-    reservation: Reservation | None
-
-
 class NotOpened(EngineFailed, AttributeError):
     """An engine was used before its context was entered, which is a mistake of the code that uses it."""
 
@@ -368,7 +354,7 @@ class Engine(PrefillEngine, DecodeEngine, Protocol):
         return None
 
     def pop_recovered(self) -> Sequence[RecoveredDecode]:
-        """The decodes that the worker's last process has left, once. Whoever takes one owns its reservation."""
+        """The decodes that the worker's last process has left, once. The caller owns their reservations."""
         return ()
 
     @property

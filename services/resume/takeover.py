@@ -8,8 +8,7 @@ from struct import Struct
 
 from baton.engine.v1 import decode_pb2, prompt_pb2
 from baton.errors import EmbeddingLost
-from services.engines.base import RecoveredDecode
-from services.engines.journal.journal import Journal
+from services.engines.journal.journal import Journal, RecoveredDecode
 from services.engines.journal.slots import Slot
 from services.engines.kv import Reservation
 from services.resume.stream import KeptStream

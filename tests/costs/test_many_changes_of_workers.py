@@ -1,4 +1,4 @@
-"""What many workers that change at once cost a router: their number, not its square."""
+"""Many workers that change at once cost a router time by their number, not by its square."""
 
 import asyncio
 from dataclasses import replace

@@ -45,7 +45,7 @@ PLANS = ("crash@diffuse;attempt=1", "hang@queue;attempt=1", "hang@diffuse;attemp
 
 @dataclass(eq=False)
 class Drawn:
-    """What a call has received so far. `files` are those of its last attempt."""
+    """The messages that a call has received so far. `files` are those of its last attempt."""
 
     kind: str
     seed: int

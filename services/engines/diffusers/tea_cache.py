@@ -70,8 +70,8 @@ class _Memory:
 class TeaCache:
     """A cache on a transformer, for one batch at a time: `begin`, `next_step` after each step, and `end`.
 
-    The first step and the last one are always computed. Put it on before modules are offloaded: what moves their
-    weights is to be around it.
+    The first step and the last one are always computed. Put it on before modules are offloaded, so that
+    the hooks which move their weights are outermost.
     """
 
     def __init__(self, transformer: Any, config: TeaCacheConfig) -> None:

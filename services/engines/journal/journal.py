@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from services.engines.journal.slots import Slot, SlotShape
+from services.engines.kv import Reservation
 
 # A decode that two processes have died with, without a new id between, is not taken over again: it may be the cause.
 _MOST_RECOVERIES = 2
@@ -29,6 +30,19 @@ class FoundDecode:
         if not self.blocks:
             return "ids"
         return "whole" if self.computed == len(self.ids) - 1 else "cut"
+
+
+@dataclass(frozen=True, slots=True)
+class RecoveredDecode:
+    """A decode that the worker's last process has left: its request, all ids of its prompt and its answer so far.
+
+    The KV of the first ones is in the reservation; None if all of it has to be computed again.
+    """
+
+    slot: Slot
+    record: bytes
+    ids: Sequence[int]
+    reservation: Reservation | None
 
 
 class Journal:

@@ -10,10 +10,10 @@ import torch
 from typing_extensions import Self
 
 from baton.errors import BatonError, InvalidRequest, Unsupported
-from services.engines.base import Engine, EngineLoad, ModelFacts, PromptProgress, RecoveredDecode
+from services.engines.base import Engine, EngineLoad, ModelFacts, PromptProgress
 from services.engines.canary import Canary
 from services.engines.context import KeptMemory
-from services.engines.journal.journal import Journal
+from services.engines.journal.journal import Journal, RecoveredDecode
 from services.engines.kv import BlockMemory, HeldKv, PulledKv
 from services.engines.kv_events import KvChange, KvPublisher
 from services.engines.lora.adapters import LoraAdapters

@@ -1,4 +1,4 @@
-"""What workers lend of their prefix caches: under leases, with seals, and refused by the field."""
+"""Loans of workers from their prefix caches: under leases, with seals, and refused by the field."""
 
 from collections.abc import AsyncIterator, Callable
 from dataclasses import replace
@@ -125,12 +125,7 @@ async def test_wrong_requests_for_a_loan_name_the_field(prefill: Running) -> Non
 @pytest.fixture
 def start() -> Starter:
     """Workers that take fault plans."""
-    starter = Starter()
-
-    def with_faults(*roles: str, **options: object) -> object:
-        return starter(*roles, **{"allow_faults": True, **options})  # type: ignore[arg-type]
-
-    return with_faults  # type: ignore[return-value]
+    return Starter(allow_faults=True)
 
 
 @pytest.fixture

@@ -256,12 +256,7 @@ def _peer_tokens(decoded: Decoded) -> int:
 @pytest.fixture
 def start() -> Starter:
     """Workers that take fault plans."""
-    starter = Starter()
-
-    def with_faults(*roles: str, **options: object) -> object:
-        return starter(*roles, **{"allow_faults": True, **options})  # type: ignore[arg-type]
-
-    return with_faults  # type: ignore[return-value]
+    return Starter(allow_faults=True)
 
 
 @pytest.fixture

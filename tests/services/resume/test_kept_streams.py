@@ -23,8 +23,8 @@ from baton.engine.v1 import decode_pb2
 from baton.errors import BatonError, PositionInvalid, StaleAttempt, StreamAdopted, StreamLost, Unavailable
 from runtime.aio import timeout
 from services.config import KeepConfig
-from services.engines.base import EngineLoad, RecoveredDecode
-from services.engines.journal.journal import Journal
+from services.engines.base import EngineLoad
+from services.engines.journal.journal import Journal, RecoveredDecode
 from services.engines.journal.slots import SlotShape
 from services.resume.stream import KeptStream
 from services.resume.streams import KeptStreams

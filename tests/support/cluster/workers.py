@@ -45,8 +45,10 @@ class Running:
 class Starter:
     """Starts workers that share a registry: `async with start("prefill", num_blocks=4) as running: ...`."""
 
-    def __init__(self) -> None:
+    def __init__(self, **engine: object) -> None:
+        """With options for the engines of all of them."""
         self.registry = MemoryRegistry("test")
+        self._engine = engine
 
     @asynccontextmanager
     async def __call__(
@@ -65,7 +67,7 @@ class Starter:
         clock = clock or RunningClock()
         config = WorkerConfig(
             roles=roles,
-            engine=SimulatedConfig(**{"num_blocks": 64, "block_bytes": 1024, **engine}),  # type: ignore[arg-type]
+            engine=SimulatedConfig(**{"num_blocks": 64, "block_bytes": 1024, **self._engine, **engine}),  # type: ignore[arg-type]
             handoff=handoff or HandoffConfig(lease_seconds=lease_seconds),
             encode=encode or EncodeConfig(),
             media=media or MediaConfig(),

@@ -57,7 +57,7 @@ class EvictionOrder:
 
     @property
     def unretained(self) -> int:
-        """The blocks that nobody retains."""
+        """The blocks that no session retains."""
         return len(self._dead) + len(self._idle)
 
     @property

@@ -188,12 +188,12 @@ class Scheduler:
         self._pool.release([*promotion.cached, *promotion.new])
 
     def end_promotions(self) -> None:
-        """Ends the loads of blocks that are to be lent."""
+        """Ends the loads of blocks for loans."""
         self._loads.end_promotions()
 
     @property
     def is_promoting(self) -> bool:
-        """True if blocks are loaded that are to be lent."""
+        """True if blocks are being loaded for a loan."""
         return bool(self._loads.promotions)
 
     def _lend(self, lent: LentBlocks) -> LentBlocks:

@@ -16,7 +16,7 @@ from services.engines.seals import BlockContents
 
 @dataclass(eq=False, slots=True)
 class Promotion:
-    """A copy of blocks in host memory that is to be lent. They stay there, too.
+    """A copy of blocks in host memory, for a loan. They stay there, too.
 
     It holds `cached`, the blocks of the prefix that the pool has, and `new`, those that are loaded into; `ended` takes
     them all over, with how many of the new ones have their content.

@@ -27,7 +27,7 @@ PICTURE = Drawing("a red circle", "", 4.0, 64, 64, STEPS, seed=1)
 
 
 async def drawn(folder: Path, threshold: float | None, drawing: Drawing) -> tuple[Picture | Clip, int]:
-    """What is drawn, twice the same, and the calls that were without blocks the second time."""
+    """Two drawings of the same, and the calls that were without blocks the second time."""
     cache: dict[str, Any] = {} if threshold is None else {"tea_cache": {"threshold": threshold}}
     config = DiffusionConfig(model=folder, device="cpu", threads=1, canary_seconds=None, width=64, height=64, **cache)
     async with DiffusersEngine(config) as engine:

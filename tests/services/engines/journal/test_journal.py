@@ -17,7 +17,7 @@ _SIZE = _NUM_SLOTS * _SHAPE.num_bytes
 
 @dataclass(frozen=True, slots=True)
 class State:
-    """What a slot said after one of its writes."""
+    """The content of a slot after one of its writes."""
 
     record: bytes
     ids: tuple[int, ...]
