@@ -162,8 +162,8 @@ class RequestContext:
 
 @dataclass(frozen=True, slots=True)
 class ContextFactory:
-    """Makes the context of each call. `proxies` are the callers that may name their tenants; `claimed` are the names
-    that callers without authentication give themselves.
+    """Makes the context of each call. `proxies` are the callers that may name their tenants; `unauthenticated` are the
+    names that callers without authentication give themselves.
 
     `begin_notes` gives the notes of a call with this metadata.
     """
@@ -171,7 +171,7 @@ class ContextFactory:
     limits: LimitsConfig
     allow_faults: bool = False
     proxies: frozenset[str] = frozenset()
-    claimed: UnauthenticatedTenants = field(default_factory=UnauthenticatedTenants)
+    unauthenticated: UnauthenticatedTenants = field(default_factory=UnauthenticatedTenants)
     begin_notes: Callable[[Metadata | None], AnswerNotes | None] = lambda _metadata: None
 
     def create(self, request: generate_pb2.GenerateRequest, call: Any) -> RequestContext:
@@ -205,7 +205,7 @@ class ContextFactory:
 
     def _qos(self, metadata: Metadata | None, caller: Caller | None) -> RequestQos:
         qos = RequestQos.read(metadata, caller, self.proxies)
-        is_own = caller is not None or self.claimed.has_account(qos.tenant)
+        is_own = caller is not None or self.unauthenticated.has_account(qos.tenant)
         return qos if is_own else replace(qos, shares_account=True)
 
 

@@ -83,8 +83,8 @@ async def open_request_path(
         grammars = stack.enter_context(GrammarCheck(limits.grammar_seconds))
         # Metrics that are not served are not measured.
         running = RunningRequests(RecordedMetrics() if config.metrics_listen else NoMetrics())
-        claimed = UnauthenticatedTenants(config.admission.unauthenticated_tenants, config.quotas.tenants)
-        contexts = ContextFactory(limits, config.allow_faults, frozenset(config.auth.proxies), claimed)
+        unauthenticated = UnauthenticatedTenants(config.admission.unauthenticated_tenants, config.quotas.tenants)
+        contexts = ContextFactory(limits, config.allow_faults, frozenset(config.auth.proxies), unauthenticated)
         recorder = _recorder(config, cluster)
         if recorder is not None:
             running.record, contexts = recorder.ended, replace(contexts, begin_notes=recorder.begin)

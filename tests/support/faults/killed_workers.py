@@ -11,7 +11,7 @@ import sys
 from dataclasses import dataclass, field
 
 import psutil
-from support.clients.scraping import scrape
+from support.clients.scraping import Scrape, scrape
 from support.cluster.fleet import Fleet, FleetPlan, Node
 from support.faults.lost_routers import Streams
 
@@ -90,9 +90,8 @@ class Killer:
         """Waits for the worker's next process, and adds up what it has found."""
         starts = number // len(self._running.workers) + 1
         async with asyncio.timeout(_READY_SECONDS):
-            while not _has_started(worker, starts):  # noqa: ASYNC110
+            while (found := _found(worker, starts)) is None:  # noqa: ASYNC110
                 await asyncio.sleep(0.05)
-        found = scrape(worker.metrics)
         for outcome in ("whole", "cut", "ids", "damaged"):
             count = found.sum("baton_recovered_decodes_total", outcome=outcome)
             self.report.recovered[outcome] = self.report.recovered.get(outcome, 0.0) + count
@@ -103,9 +102,14 @@ def _child(worker: Node) -> psutil.Process:
     return child
 
 
-def _has_started(worker: Node, starts: int) -> bool:
-    """The log has a line for each start again."""
-    return worker.log.read_text().count("worker was started again") >= starts
+def _found(worker: Node, starts: int) -> Scrape | None:
+    """The metrics of a worker that has started again so often; None before. The log has a line for each start again."""
+    if worker.log.read_text().count("worker was started again") < starts:
+        return None
+    try:
+        return scrape(worker.metrics)
+    except OSError:
+        return None  # of a process that has just ended
 
 
 if __name__ == "__main__":
