@@ -21,7 +21,7 @@ from router.workers.text_limits import LongestTexts
 from rpc.interceptors.calls import record_size
 from rpc.interceptors.counting import TextLimits
 from rpc.status import code_of
-from runtime.logs import add_log_fields
+from runtime.telemetry.logs import add_log_fields
 
 _LARGE_BODY_BYTES = 4096  # reading a larger one on the event loop would delay other streams
 

@@ -13,7 +13,7 @@ from baton.error_details import from_rpc_error
 from baton.errors import BatonError, FieldViolation, InvalidRequest, Overloaded, QuotaExceeded
 from baton.inference.v1 import generate_pb2, model_pb2
 from rpc.status import to_status
-from runtime.logs import add_log_fields
+from runtime.telemetry.logs import add_log_fields
 
 # The contract with clients in other languages: not derived from the code under test.
 WIRE = {
