@@ -12,6 +12,7 @@ import json
 import multiprocessing
 import os
 import resource
+import signal
 import sys
 from collections import Counter
 from collections.abc import Iterator
@@ -26,6 +27,7 @@ from simulation.running import Outcome, in_child, run_here
 
 _REPEAT_EVERY = 50
 _SEED_CPU_SECONDS = 120  # a run that takes more is taken for one that never ends
+_LAST_SEED_SECONDS = 40  # of wall time
 _SHOWN = 4  # problems of a seed
 
 
@@ -54,14 +56,23 @@ def _all_seeds(options: argparse.Namespace) -> Iterator[Counter[str]]:
     ends_at = entropy.real_seconds() + options.seconds
     jobs = [os.fork() or _work(number, ends_at, options, results) for number in range(options.jobs)]
     left = len(jobs)
-    while left:
-        found = results.get()
-        if found is None:
-            left -= 1
-        else:
-            yield Counter(found)
-    for job in jobs:
-        os.waitpid(job, 0)
+    signal.signal(signal.SIGALRM, _raise_timeout)
+    signal.setitimer(signal.ITIMER_REAL, options.seconds + _LAST_SEED_SECONDS)
+    try:
+        while left:
+            found = results.get()
+            if found is None:
+                left -= 1
+            else:
+                yield Counter(found)
+    except TimeoutError:
+        print(f"{left} processes are still at their last seed, and are ended", flush=True)
+        for job in jobs:
+            os.kill(job, signal.SIGKILL)
+
+
+def _raise_timeout(*_: object) -> None:
+    raise TimeoutError
 
 
 def _work(number: int, ends_at: float, options: argparse.Namespace, results: Any) -> int:
