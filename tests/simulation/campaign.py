@@ -1,7 +1,7 @@
-"""Runs new seeds in several processes for some minutes: `python -m simulation.campaign --first 1000 --jobs 8 --seconds 600`.
+"""Runs new seeds in several processes for some minutes: `python -m simulation.campaign --first 1000 --seconds 600`.
 
-Prints a line for each seed that breaks an invariant, and the sums at the end. Each 50th seed is run twice, and the logs are compared.
-Profiles without faults are left out. Exit code 1 if a seed breaks an invariant or gives two logs.
+Prints a line for each seed that breaks an invariant, and the sums at the end. Each 50th seed is run twice, and the
+logs are compared. Profiles without faults are left out. Exit code 1 if a seed breaks an invariant or gives two logs.
 """
 
 # Before anything of Baton: its clocks are bound when it is imported.
@@ -132,7 +132,8 @@ def _summary(total: Counter[str], options: argparse.Namespace, seconds: float) -
     requests = total["requests"] + total["repeated_requests"]
     profiles = ", ".join(f"{total[profile]} of {profile}" for profile in PROFILES[1:])
     return (
-        f"SUM from {options.first}: {total['seeds']} seeds, {total['broken']} with problems, {total['requests']} requests ({profiles}), "
+        f"SUM from {options.first}: {total['seeds']} seeds, {total['broken']} with problems, "
+        f"{total['requests']} requests ({profiles}), "
         f"{cpu:.0f} s of CPU in {seconds:.0f} s: {requests / cpu:.0f} requests a second of CPU; "
         f"{total['repeated']} twice, {total['unequal']} unequal"
     )
