@@ -254,9 +254,7 @@ class Ledger:
                 self._accounts.move_to_end(name)
 
 
-def _refusal(
-    kind: "peer_pb2.QuotaKind.ValueType", seconds: float, *, began_empty: bool = False
-) -> peer_pb2.QuotaLoan:
+def _refusal(kind: "peer_pb2.QuotaKind.ValueType", seconds: float, *, began_empty: bool = False) -> peer_pb2.QuotaLoan:
     refusal = peer_pb2.QuotaLoan(exceeded=kind, began_empty=began_empty)
     refusal.retry_after.FromNanoseconds(int(seconds * 1e9))
     return refusal

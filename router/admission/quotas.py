@@ -149,16 +149,21 @@ class Quotas:
         """Uses what is lent, or asks for it. Raises QuotaExceeded and QuotaUnavailable."""
         if not tenant.is_limited:
             return
-        ends_at = self._clock() + self._wait_seconds
-        while (loan := await self._borrow(tenant, need)) is None or self._refills_until(ends_at, loan):
-            if loan is None and self._is_allowed_without(tenant):
-                return
-            await asyncio.sleep(_RETRY_SECONDS)
+        ends_at, ahead_seconds = self._clock() + self._wait_seconds, tenant.waiting * tenant.seconds_of(need)
+        tenant.waiting += 1
+        try:
+            while (loan := await self._borrow(tenant, need)) is None or self._refills_by(ends_at - ahead_seconds, loan):
+                if loan is None and self._is_allowed_without(tenant):
+                    return
+                await asyncio.sleep(_RETRY_SECONDS)
+                ahead_seconds = 0.0  # only one that comes may find too many
+        finally:
+            tenant.waiting -= 1
         self._raise_unless(loan, tenant, need)
 
-    def _refills_until(self, ends_at: float, loan: peer_pb2.QuotaLoan) -> bool:
+    def _refills_by(self, time: float, loan: peer_pb2.QuotaLoan) -> bool:
         """True for the refusal of a lender that began with nothing, if it is over by that time."""
-        return loan.began_empty and self._clock() + _seconds(loan) < ends_at
+        return loan.began_empty and self._clock() + _seconds(loan) < time
 
     async def _borrow(self, tenant: TenantQuota, need: QuotaNeed) -> peer_pb2.QuotaLoan | None:
         """The share that is lent here, was lent already, or is lent now; None if no router lends."""

@@ -265,6 +265,13 @@ async def test_a_request_waits_for_the_bucket_of_a_new_lender_and_is_refused_by_
     for name in (here, there):
         with pytest.raises(QuotaExceeded, match="tokens"):
             await _charge(which, name, 900)
+    at_once = [asyncio.create_task(_charge(which, here, 100)) for _ in range(50)]
+    # No more than it refills in two seconds.
+    await eventually(lambda: sum(task.done() for task in at_once) >= 48)
+    assert sum(not task.done() for task in at_once) in (1, 2)
+    for task in at_once:
+        task.cancel()
+    await asyncio.wait(at_once)
     which.clock.advance(20.0)
     assert await uses(which, here, 1000)
     for name in (here, there):
