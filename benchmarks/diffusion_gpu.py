@@ -3,6 +3,7 @@ TeaCache and with each way to offload. Its quality means nothing; its sizes and 
 
     python -m benchmarks.diffusion_gpu build /tmp/wan
     python -m benchmarks.diffusion_gpu measure /tmp/wan
+    python -m benchmarks.diffusion_gpu measure /tmp/wan --only sequential
 """
 
 import argparse
@@ -186,14 +187,15 @@ async def with_baton(folder: Path, case: Case) -> None:
         print(f"cancelled after 2 steps: {engine.steps - before - 1} were computed, {kept:.2f} GB stay", flush=True)
 
 
-def measure(folder: Path) -> None:
-    """Prints a table."""
+def measure(folder: Path, only: str) -> None:
+    """Prints a table, with a text of only those cases that have it in their name, and without diffusers alone."""
     size = sum(path.stat().st_size for path in folder.rglob("*.safetensors")) / 1e9
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, weights {size:.2f} GB", flush=True)
     print(f"{DRAWING.width} x {DRAWING.height}, {DRAWING.frames} frames, guidance", flush=True)
     print("| | steps | mean s a step | median | whole s | peak GB | GB after it |\n|---|---|---|---|---|---|---|")
-    plain(folder)
-    for case in CASES:
+    if not only:
+        plain(folder)
+    for case in [case for case in CASES if only in case.name]:
         gc.collect()
         torch.cuda.empty_cache()
         before = torch.cuda.memory_allocated() / 1e9
@@ -212,12 +214,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("command", choices=("build", "measure", "tea-cache"))
     parser.add_argument("folder", type=Path, nargs="?", default=Path("/tmp/wan"))
+    parser.add_argument("--only", default="", help="a text in the names of cases")
     arguments = parser.parse_args()
     match arguments.command:
         case "build":
             build(arguments.folder)
         case "measure":
-            measure(arguments.folder)
+            measure(arguments.folder, arguments.only)
         case _:
             tea_cache()
 

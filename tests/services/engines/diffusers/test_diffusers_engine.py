@@ -16,6 +16,7 @@ import pytest
 from PIL import Image
 from support.eventually import eventually
 from torch import Tensor
+from torch.nn import Module
 
 from baton.errors import ConfigError, InvalidRequest, Overloaded
 from services.engines.base import ClipRules
@@ -213,6 +214,21 @@ async def test_a_size_that_the_networks_cannot_have_fails_its_drawing_alone(engi
     with network.register_forward_pre_hook(refuse), pytest.raises(InvalidRequest, match="must match"):
         await drawn(engine, replace(DRAWING, width=32))
     await drawn(engine, DRAWING)
+
+
+async def test_layers_that_are_offloaded_draw_the_same_and_go_back_however_it_ends(engine: DiffusersEngine) -> None:
+    _, whole = await drawn(engine, DRAWING)
+    # There is no GPU here: from nowhere to the processor is what the host's memory to a GPU is elsewhere.
+    engine._pipeline._pipeline.enable_sequential_cpu_offload(device="cpu")
+    networks = [part for part in engine._pipeline._pipeline.components.values() if isinstance(part, Module)]
+    steps, again = await drawn(engine, replace(DRAWING, preview_steps=2))
+    assert again == whole
+    assert [bool(step.preview) for step in steps] == [False, True, False]
+    async with aclosing(engine.draw(replace(DRAWING, steps=90))) as events:
+        await anext(events)
+    await eventually(lambda: engine.load().running == 0)
+    assert {weights.device.type for network in networks for weights in network.parameters()} == {"meta"}
+    assert (await drawn(engine, DRAWING))[1] == whole
 
 
 @pytest.mark.parametrize(
