@@ -14,7 +14,7 @@ WORDS = (*pictures.WORDS, "moves", *DIRECTIONS)
 
 _HEADS = 4
 _SHIFT = 2.5
-"""Of times towards the noise: the frames of a clip are alike, so that together they show more through the same noise."""
+"""Of times towards the noise: the frames of a clip are alike, so that they show more through the same noise."""
 
 
 def new_tokenizer() -> PreTrainedTokenizerFast:

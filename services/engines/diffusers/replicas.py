@@ -81,7 +81,5 @@ def _devices(config: DiffusionConfig) -> list[str]:
     if device.type == "cpu":
         return ["cpu"] * size
     if size > torch.cuda.device_count():
-        raise ConfigError(
-            f"engine.data_parallel_size: {size}, and this process sees {torch.cuda.device_count()} GPUs"
-        )
+        raise ConfigError(f"engine.data_parallel_size: {size}, and this process sees {torch.cuda.device_count()} GPUs")
     return [f"cuda:{index}" for index in range(size)]
