@@ -153,7 +153,8 @@ class Streams:
                         await asyncio.sleep(_SLOW_SECONDS)
         except BatonError as error:
             has_begun = bool(received.handle)
-            found = f"{name} of {received.handle or 'no handle'} after {received.tokens}: {error.reason} {error.message}"
+            where = f"{name} of {received.handle or 'no handle'} after {received.tokens}"
+            found = f"{where}: {error.reason} {error.message}"
             (report.failed if has_begun else report.refused).append(f"{found} ({time.strftime('%X')})")
             return
         report.tokens += received.tokens
