@@ -48,17 +48,24 @@ class TimingProfile:
 
     @property
     def prefill_base_seconds(self) -> float:
-        """The seconds that every prompt takes, however short."""
-        return max(0.0, self._until(0))
+        """The seconds that a step with prompts takes, however short they are: where the line through all points begins.
+
+        The two shortest prompts would say less: their times differ by little more than the error of measuring them.
+        """
+        return max(0.0, self._prefill_line()[0])
 
     @property
     def prefill_token_seconds(self) -> float:
         """The seconds that each token of a prompt adds: the slope of the line through all points."""
+        return max(0.0, self._prefill_line()[1])
+
+    def _prefill_line(self) -> tuple[float, float]:
         points = self.prefill
         if len(points) == 1:
-            return points[0].seconds / points[0].tokens
+            return 0.0, points[0].seconds / points[0].tokens
         x, y = [float(point.tokens) for point in points], [point.seconds for point in points]
-        return max(0.0, statistics.linear_regression(x, y).slope)
+        slope, base = statistics.linear_regression(x, y)
+        return base, slope
 
     @property
     def stream_seconds(self) -> float:

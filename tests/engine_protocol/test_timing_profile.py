@@ -1,5 +1,6 @@
 """The file with the measured speed of a model."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -42,7 +43,16 @@ def test_a_token_takes_what_lies_between_the_measured_batches_and_contexts(
 
 def test_a_step_gets_slower_by_what_each_further_sequence_adds() -> None:
     assert PROFILE.stream_seconds == pytest.approx(0.001)
-    assert PROFILE.prefill_base_seconds == pytest.approx(0.02)
+
+
+def test_the_base_of_prompts_is_where_the_line_through_all_of_them_begins() -> None:
+    # The shortest one was measured too slow: the line through the two shortest begins at 0.021.
+    points = ((128, 0.020), (512, 0.018), (1024, 0.030), (2048, 0.056), (4000, 0.112))
+    profile = replace(PROFILE, prefill=tuple(PrefillPoint(*point) for point in points))
+    assert 0.005 < profile.prefill_base_seconds < 0.012
+    assert profile.prefill_base_seconds + 1024 * profile.prefill_token_seconds == pytest.approx(0.030, rel=0.2)
+    one = replace(PROFILE, prefill=(PrefillPoint(100, 0.03),))
+    assert one.prefill_base_seconds + 100 * one.prefill_token_seconds == pytest.approx(0.03)
 
 
 @pytest.mark.parametrize(

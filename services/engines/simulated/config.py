@@ -12,6 +12,12 @@ class SimulatedTiming(Section):
     """The key `timing`: where the costs of steps come from."""
 
     profile: str = Field(min_length=1, description="A file that `baton bench profile` has written.")
+    step_tokens: int = Field(
+        default=4096,
+        ge=2,
+        description="Tokens of a step of the measured engine, at most, one of each answer among them. It takes the "
+        "place of prefill_chunk_tokens.",
+    )
 
 
 class SimulatedConfig(EngineConfig):
@@ -62,6 +68,8 @@ class SimulatedConfig(EngineConfig):
         if self.timing and (self.prefill_base_seconds or self.prefill_tokens_per_second or self.decode_step_seconds):
             names = "prefill_base_seconds, prefill_tokens_per_second and decode_step_seconds"
             raise ValueError(f"timing takes the place of {names}: set either")
+        if self.timing and self.timing.step_tokens <= self.max_batch:
+            raise ValueError(f"timing.step_tokens must be greater than max_batch, {self.max_batch}")
         return self
 
     @property

@@ -51,6 +51,7 @@ class SimulatedScheduler:
         self._wake = asyncio.Event()
         self._ready_at = 0.0
         self._tokens = 0
+        self._begun = 0
         self.waiting: deque[Sequence | Claim] = deque()
         self.running: dict[Sequence, None] = {}
         self.failure: EngineFailed | None = None
@@ -73,6 +74,8 @@ class SimulatedScheduler:
             return
         if len(self.waiting) >= self._config.max_waiting:
             raise Overloaded(f"{len(self.waiting)} requests wait already", retry_after_seconds=1.0)
+        if isinstance(item, Sequence):
+            item.arrived = self._begun
         self.waiting.append(item)
         self._wake.set()
 
@@ -159,11 +162,13 @@ class SimulatedScheduler:
         if not self.running:
             self._wake.clear()
             await self._wake.wait()
+            self._begun += 1
             return
         batch = self._plan()
         if not batch:
             await self._resolve_deadlock()
             return
+        self._begun += 1
         await self._spend(batch)
         for sequence, count in batch:
             if sequence in self.running:
@@ -177,10 +182,20 @@ class SimulatedScheduler:
     def _admit_one(self, item: Sequence | Claim) -> Grant:
         if isinstance(item, Claim):
             return self._grant(item)
-        if len(self.running) >= self._config.max_batch or self.prompt_tokens >= self._config.prefill_chunk_tokens:
+        if len(self.running) >= self._config.max_batch or self.prompt_tokens >= self._prompt_budget():
             # A sequence starts only when a step has room for it: earlier prompts are then in the prefix cache.
             return Grant.LATER
-        return self._start(item)
+        return Grant.LATER if self._is_planned_without(item) else self._start(item)
+
+    def _prompt_budget(self) -> int:
+        """The prompt tokens of the next step, at most."""
+        if self._config.timing is None:
+            return self._config.prefill_chunk_tokens
+        return self._config.timing.step_tokens - sum(sequence.decoding for sequence in self.running)
+
+    def _is_planned_without(self, sequence: Sequence) -> bool:
+        """True if it came too late for the next step: a measured engine plans it while the one before it runs."""
+        return self._config.timing is not None and bool(self.running) and sequence.arrived >= self._begun
 
     def _start_adopted(self) -> None:
         """Starts sequences with pulled KV before all others: an earlier one may be waiting for their blocks."""
@@ -225,7 +240,7 @@ class SimulatedScheduler:
 
     def _plan(self) -> list[tuple[Sequence, int]]:
         """Returns how many tokens of which sequences the next step computes."""
-        budget = self._config.prefill_chunk_tokens
+        budget = self._prompt_budget()
         batch = []
         for sequence in list(self.running):
             if sequence not in self.running:

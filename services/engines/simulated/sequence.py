@@ -30,6 +30,7 @@ class Sequence:
         self.yields = False  # ends at its next token, and goes on elsewhere
         self.rank = 0
         self.passed = 0
+        self.arrived = 0  # how many steps had begun
         self.output: list[int] = []
         self.logprobs: list[TokenLogprob] = []
         self.finish: FinishReason | None = None

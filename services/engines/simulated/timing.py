@@ -37,27 +37,40 @@ class ConfiguredTiming:
 
 
 class ProfiledTiming:
-    """The costs of a measured model: of prompts by their lengths, of decoding by batch and context."""
+    """The costs of a measured model: of prompts by their lengths, of decoding by batch and context.
+
+    A step reads the weights once. So of several prompts one costs what it would alone, and the others what their tokens
+    add; and beside prompts a decoding sequence costs what it adds to a batch.
+    """
 
     def __init__(self, profile: TimingProfile) -> None:
         self._profile = profile
+        self._base_seconds = profile.prefill_base_seconds
+        self._token_seconds = profile.prefill_token_seconds
 
     def seconds(self, batch: Batch) -> float:
-        contexts, seconds = [], 0.0
-        for sequence, count in batch:
-            if sequence.decoding:
-                contexts.append(len(sequence.ids))
-            else:
-                seconds += self._prefill(sequence, count)
-        if contexts:
-            seconds += self._profile.decode_seconds(len(contexts), sum(contexts) / len(contexts))
-        return seconds
+        contexts = [len(sequence.ids) for sequence, _ in batch if sequence.decoding]
+        prompts = self._prompts([(sequence, count) for sequence, count in batch if not sequence.decoding])
+        if not contexts:
+            return prompts
+        context = sum(contexts) / len(contexts)
+        decode = self._profile.decode_seconds
+        return decode(len(contexts), context) + max(0.0, prompts - decode(1, context))
 
-    def _prefill(self, sequence: Sequence, count: int) -> float:
-        """Each prompt pays once for being begun, also if a part of it is cached."""
+    def _prompts(self, batch: Batch) -> float:
+        alone = sorted((self._alone(sequence, count), count) for sequence, count in batch)
+        if not alone:
+            return 0.0
+        beside = (
+            min(max(0.0, seconds - self._base_seconds), count * self._token_seconds) for seconds, count in alone[:-1]
+        )
+        return alone[-1][0] + sum(beside)
+
+    def _alone(self, sequence: Sequence, count: int) -> float:
+        """A prompt that begins behind a cached part takes a step like any other."""
         seconds = self._profile.prefill_seconds(sequence.computed, count)
         if sequence.computed and sequence.computed == sequence.cached_tokens:
-            seconds += self._profile.prefill_base_seconds
+            seconds += self._base_seconds
         return seconds
 
 
