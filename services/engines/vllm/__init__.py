@@ -8,6 +8,7 @@ engine.py         the Engine itself
 package.py        vLLM as it is installed, inspected where versions differ
 loading.py        the environment and the arguments that it is started with; start and end
 orphans.py        ends vLLM's processes when the worker's process is killed
+sleeping.py       the sleep of an idle engine
 facts.py          what the engine says about its model
 lora_slots.py     adapters inside vLLM
 requests/         one request: sampling, submission, output, abort

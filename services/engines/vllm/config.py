@@ -116,6 +116,12 @@ class VllmConfig(EngineConfig):
     canary_patience_seconds: float = Field(
         default=30.0, gt=0, description="The engine has failed if that token does not come within this time."
     )
+    sleep_after_seconds: float | None = Field(
+        default=None,
+        ge=1,
+        description="An engine without requests for so long frees its GPU's memory, and the next request wakes it. "
+        "Only with whole_requests; null never sleeps.",
+    )
     cpu_kv_cache_gib: int = Field(
         default=4, ge=1, description="On CPUs, unless args has kv_cache_memory_bytes or gpu_memory_utilization."
     )

@@ -37,6 +37,7 @@ from services.engines.vllm.requests.inflight import VllmLimits, VllmRequests
 from services.engines.vllm.requests.plan import Plan, behind_emitted, plan
 from services.engines.vllm.requests.sampling import GuideChecks
 from services.engines.vllm.requests.stream import RunningStream, finished, prefilled
+from services.engines.vllm.sleeping import VllmSleep
 
 _FIRST_STEP_SECONDS = 300.0
 
@@ -81,6 +82,7 @@ class VllmEngine(ExternalEngine):
             self._reader = await stack.enter_async_context(events)
             await self._open_canary(stack, self._config.canary_seconds, self._config.canary_patience_seconds)
             stack.enter_context(metrics.VllmFamilies())
+            await stack.enter_async_context(self._sleep)
             self._open = stack.pop_all()
         return self
 
@@ -105,6 +107,7 @@ class VllmEngine(ExternalEngine):
         limits = VllmLimits(most, size, self._config.slow_reader_seconds, self._config.abort_seconds)
         self._requests = VllmRequests(self._llm, self._package, limits)
         stack.push_async_callback(self._requests.close)
+        self._sleep = VllmSleep(self._llm, self._requests, self._config.sleep_after_seconds)
 
     async def _open_loras(self, stack: AsyncExitStack) -> None:
         if (options := self._config.lora) is None:
@@ -121,6 +124,11 @@ class VllmEngine(ExternalEngine):
     def loras(self) -> LoraAdapters[CopiedLora] | None:
         """Its adapters; None without `engine.lora`."""
         return self._loras
+
+    @property
+    def is_asleep(self) -> bool:
+        """True while its GPU's memory is free, until a request has woken it."""
+        return self._sleep.is_asleep
 
     @property
     def healthy(self) -> bool:
@@ -264,6 +272,7 @@ class VllmEngine(ExternalEngine):
     async def _check(self, prompt: Prompt, sampling: Sampling) -> None:
         self._builder.check(prompt, sampling)
         await self._guides.check(sampling.guide)
+        await self._sleep.wake()
 
     def _require_transfer(self) -> None:
         if not self._hands_over:
@@ -278,9 +287,9 @@ class VllmEngine(ExternalEngine):
         self._requests.progressed()
 
     def _quiet_seconds(self) -> float:
-        """Returns the time since the last progress; 0 while held KV may leave no room in the pool."""
+        """Returns the time since the last progress; 0 while held KV may leave no room in the pool, or it may sleep."""
         is_full = bool(self._blocks) and self._held.blocks >= self._blocks // 2
-        return 0.0 if is_full else self._requests.quiet_seconds
+        return 0.0 if is_full or self._sleep.is_idle() else self._requests.quiet_seconds
 
     async def _warm_up(self) -> None:
         """Generates one token, before the engine is ready and as its canary, with a salt that no client has."""

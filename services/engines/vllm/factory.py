@@ -56,6 +56,10 @@ def check(config: VllmConfig, effective: ResolvedVllm, roles: Sequence[str], lea
 def _faults(config: VllmConfig, args: VllmArguments, roles: Sequence[str], lease_seconds: float) -> Iterator[str]:
     if "prefill" in roles and config.whole_requests:
         yield "engine.whole_requests: the role prefill hands KV over"
+    if config.sleep_after_seconds is not None and not config.whole_requests:
+        yield "engine.sleep_after_seconds: only with engine.whole_requests: NIXL keeps the addresses of the pool"
+    if config.sleep_after_seconds is not None and config.lora is not None:
+        yield "engine.sleep_after_seconds: not with engine.lora, which was not run"
     if config.handoff.seconds <= lease_seconds:
         yield f"engine.handoff.seconds: {config.handoff.seconds} must be over handoff.lease_seconds, {lease_seconds}"
     if config.guided_decoding and not (config.model / "tokenizer.json").is_file():

@@ -97,6 +97,8 @@ def _arguments(
     arguments["skip_tokenizer_init"] = not (config.guided_decoding or has_vision(config.model))
     if config.guided_decoding:
         arguments["structured_outputs_config"] = package.structured_outputs_config(backend=BACKEND)
+    if config.sleep_after_seconds is not None:
+        arguments["enable_sleep_mode"] = True
     if config.lora is not None:
         arguments |= _lora_arguments(config.lora, package)
     if package.is_cpu:

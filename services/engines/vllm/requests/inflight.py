@@ -64,6 +64,10 @@ class VllmRequests(ExternalRequests[VllmGeneration]):
         except self._package.dead_error as error:
             self._fail(error)
 
+    def fail(self, error: BaseException) -> None:
+        """Notes a fatal error."""
+        self._fail(error)
+
     def _converted(self, error: BaseException) -> BatonError:
         if isinstance(error, self._package.overflow_error):
             return Overloaded(str(error), retry_after_seconds=1.0)

@@ -1,5 +1,7 @@
 """Only on GPUs: an assertion on the device, and engines over two of them. `BATON_TEST_DEVICE=cuda` runs it."""
 
+import asyncio
+import time
 from collections.abc import AsyncIterator, Iterator
 from contextlib import AsyncExitStack, aclosing, asynccontextmanager
 from dataclasses import replace
@@ -76,6 +78,27 @@ async def test_an_assertion_on_the_device_ends_its_engine_and_no_other(checkpoin
         await eventually(lambda: not failing.healthy)
         assert other.healthy
         assert await _answers(other, "after") == expected
+
+
+async def test_an_idle_engine_frees_the_gpus_memory_and_the_next_request_wakes_it(checkpoint: Path) -> None:
+    import torch
+
+    sleeping = {"sleep_after_seconds": 1.0, "whole_requests": True, "canary_seconds": 2.0, "guided_decoding": False}
+    args = {"num_gpu_blocks_override": None, "kv_cache_memory_bytes": 8 << 30, "gpu_memory_utilization": 0.2}
+    async with _engine(checkpoint, "decode", args=args, **sleeping) as engine:
+        expected = await _answers(engine, "before")
+        free = torch.cuda.mem_get_info()[0]
+        for turn in range(3):
+            await eventually(lambda: engine.is_asleep)
+            await eventually(lambda: torch.cuda.mem_get_info()[0] > free + (5 << 30))
+            leaving = asyncio.create_task(collect(engine.decode(PROMPTS[0], greedy(4))))
+            await asyncio.sleep(0.05 * turn)
+            leaving.cancel()
+            began = time.monotonic()
+            answers = await asyncio.gather(*(_answers(engine, f"{turn} {number}") for number in range(4)))
+            print(f"asleep, then 12 answers after {time.monotonic() - began:.2f} s", flush=True)
+            assert answers == [expected] * 4
+        assert engine.healthy
 
 
 async def test_running_out_of_the_device_s_memory_ends_its_engine_and_no_other(tmp_path: Path) -> None:
