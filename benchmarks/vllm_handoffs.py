@@ -13,7 +13,7 @@ import signal
 import statistics
 import time
 from collections.abc import AsyncIterator, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -24,7 +24,9 @@ from support.cluster.in_process import PATIENT, Bench, bench
 from support.engines import vllm
 from support.engines.checkpoints import save_qwen3
 from support.engines.engine_calls import collect, disaggregated, greedy
+from support.eventually import eventually
 
+from baton.errors import BatonError
 from services.config import WorkerConfig
 from services.engines.base import Engine
 from services.engines.context import EngineConfig, EngineContext
@@ -40,18 +42,18 @@ LENGTHS = (5, 31, 32, 33, 63, 64, 65, 96, 128, 255, 256, 257, 511, 512, 513, 102
 PROMPTS = 40
 TOKENS = 12
 TTFT_LENGTHS = (100, 500, 1500)
-TTFT_PAIRS = 40
 KILL_AFTER = 0.75  # of the requests
 SAMPLED = Sampling(max_tokens=TOKENS, temperature=0.9, seed=5, ignore_eos=True)
 
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """The longest prompt, the requests at a time, and the number of requests with kills and cancels."""
+    """The longest prompt, the requests at a time, the number of them with kills and cancels, and the pairs of TTFT."""
 
     longest: int
     at_once: int
     requests: int
+    pairs: int
 
     @property
     def arguments(self) -> dict[str, object]:
@@ -70,7 +72,7 @@ async def main(sizes: Sizes) -> None:
         async with AsyncExitStack() as stack:
             prefill = await stack.enter_async_context(_open(checkpoint, "prefill", sizes))
             decode = await stack.enter_async_context(_open(checkpoint, "decode", sizes))
-            await added_ttft(prefill, decode)
+            await added_ttft(prefill, decode, sizes.pairs)
             for name, sampling in (("seeded", SAMPLED), ("greedy", greedy(TOKENS))):
                 await equality(name, sampling, prefill, decode, sizes)
             await cancelled_prefills(prefill)
@@ -105,14 +107,14 @@ def _report(name: str, found: Sequence[tuple[int, ...]], whole: Sequence[tuple[i
     print(f"equal answers, {name}: {equal} of {len(whole)}", flush=True)
 
 
-async def added_ttft(prefill: VllmEngine, decode: VllmEngine) -> None:
+async def added_ttft(prefill: VllmEngine, decode: VllmEngine, pairs: int) -> None:
     """The time to the first confirmed token, in pairs with vLLM's own two-step flow, whose order changes with each."""
     draw = random.Random(9)
     async with LeaseTable(lease_seconds=600) as leases:
         for length in TTFT_LENGTHS:
             alone: list[float] = []
             behind: list[float] = []
-            for run in range(TTFT_PAIRS + 2):
+            for run in range(pairs + 2):
                 prompts = [tuple(draw.randrange(3, 300) for _ in range(length)) for _ in range(2)]
                 if run % 2:
                     taken = await _two_steps(prefill, decode, prompts[0], f"{length}-{run}")
@@ -226,11 +228,16 @@ async def kills_and_cancels(prefill: VllmEngine, decode: VllmEngine, sizes: Size
                 if draw.random() < 1 / 3:
                     await _cancelled(running, number % 25, draw.random())
                     outcomes.cancelled += 1
-                else:
+                    return
+                try:
                     await _checked(running, number % 25, whole, outcomes)
+                except BatonError as error:
+                    outcomes.errors.append(f"{number}: {type(error).__name__} {error}")
 
         await asyncio.gather(*map(request, range(sizes.requests)))
         print(f"{sizes.requests} requests: {outcomes}; the prefill engine is healthy: {prefill.healthy}", flush=True)
+        with suppress(AssertionError):
+            await eventually(lambda: decode.load().blocks_used == 0)
         print(f"left on the decode engine: {decode.load()}", flush=True)
 
 
@@ -283,5 +290,6 @@ if __name__ == "__main__":
     parser.add_argument("--longest", type=int, default=1500, help="tokens of the longest prompt")
     parser.add_argument("--at-once", type=int, default=8)
     parser.add_argument("--requests", type=int, default=200)
+    parser.add_argument("--pairs", type=int, default=40, help="of times to the first token, for each length")
     chosen = parser.parse_args()
-    asyncio.run(main(Sizes(chosen.longest, chosen.at_once, chosen.requests)))
+    asyncio.run(main(Sizes(chosen.longest, chosen.at_once, chosen.requests, chosen.pairs)))
