@@ -9,7 +9,6 @@ The Protocol of embedders, which turn texts into vectors.
 
 from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass, field
-from types import TracebackType
 from typing import TYPE_CHECKING, Protocol, TypeAlias
 
 import numpy
@@ -285,9 +284,7 @@ class Engine(PrefillEngine, DecodeEngine, Protocol):
     async def __aenter__(self) -> Self:
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         return
 
     @property

@@ -4,7 +4,6 @@ import asyncio
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from functools import partial
-from types import TracebackType
 
 import torch
 from typing_extensions import Self
@@ -75,9 +74,7 @@ class PyTorchEngine(Engine):
         self._canary = await Canary(self._ask, lambda: self._loop.quiet_seconds, interval, patience).__aenter__()
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         await self._canary.__aexit__(kind, error, trace)
         if self._loras is not None:
             await self._loras.__aexit__(kind, error, trace)
