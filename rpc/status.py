@@ -28,6 +28,7 @@ from baton.errors import (
     Overloaded,
     PermissionDenied,
     QuotaExceeded,
+    QuotaUnavailable,
     RequestExists,
     RequestNotFound,
     RoleMismatch,
@@ -140,7 +141,7 @@ def _details(error: BatonError) -> Iterator[Message]:
             if error.subject or isinstance(error, QuotaExceeded):
                 yield _quota_failure(error.subject, error.message)
             yield _retry_info(error.retry_after_seconds)
-        case RouterStarting():
+        case RouterStarting() | QuotaUnavailable():
             yield _retry_info(error.retry_after_seconds)
 
 

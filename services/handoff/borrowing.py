@@ -93,7 +93,7 @@ class PrefixBorrower:
         engine = self._engine
         if source is None or engine is None or engine.prefixes is None or engine.memory is None:
             return
-        num_blocks = min(source.num_blocks, (len(prompt.context) - 1) // engine.facts.layout.block_tokens)
+        num_blocks = min(source.num_blocks, (prompt.num_tokens - 1) // engine.facts.layout.block_tokens)
         if num_blocks <= 0:
             return
         loan = _Loan(engine, replace(source, num_blocks=num_blocks), prompt, call)

@@ -155,7 +155,7 @@ class TrtllmEngine(ExternalEngine):
         prompt = source.prompt
         self._builder.check(prompt, is_computed=False)
         self._builder.check_transceiver()
-        if not prompt.emitted or len(prompt.context) != source.num_tokens + 1:
+        if not prompt.emitted or prompt.num_tokens != source.num_tokens + 1:
             raise HandoffLost("more than the first token was sent already; the engine continues only after the first")
         params = results.read_state(self._package, source.state, prompt.context[source.num_tokens :])
         before = replace(prompt, emitted=prompt.emitted[:-1])

@@ -183,7 +183,7 @@ class VllmEngine(ExternalEngine):
         self._require_transfer()
         prompt = source.prompt
         await self._check(prompt, sampling)
-        state = read_state(source.state, self._facts.layout.block_tokens, len(prompt.context) - 1)
+        state = read_state(source.state, self._facts.layout.block_tokens, prompt.num_tokens - 1)
         length = state.remembered.prompt_tokens
         if not len(prompt.token_ids) <= length <= source.num_tokens:
             raise HandoffLost(f"the KV is that of {length} tokens, which does not begin this answer")

@@ -177,9 +177,11 @@ class StepOutcomes:
         if self._tiers is None or sequence.pulled:
             return
         self._tiers.found(len(sequence.prompt.token_ids), sequence.cached_tokens, sequence.loaded_tokens)
+        tokens, seconds = sequence.computed - sequence.cached_tokens, sequence.first_token_at - sequence.started
         if not sequence.loaded_tokens:
-            tokens = sequence.computed - sequence.cached_tokens
-            self._tiers.rates.computed(tokens, sequence.first_token_at - sequence.started)
+            self._tiers.rates.computed(tokens, seconds)
+        elif sequence.loaded_blocks:
+            self._tiers.rates.resumed(max(sequence.loaded_tokens), sequence.loaded_blocks, tokens, seconds)
 
     def _retain(self, sequence: TokenSequence) -> None:
         """Retains the beginning of a prompt that has been computed, if the request asks for it."""

@@ -55,7 +55,7 @@ class VllmRequestBuilder:
         """Raises InvalidRequest for a prompt or options that vLLM would change, or that would end its process."""
         check_sampling(sampling)
         check_guided(sampling)
-        tokens = len(prompt.context)
+        tokens = prompt.num_tokens
         if not prompt.token_ids:
             raise InvalidRequest.of("prompt", "is empty")
         if tokens >= self._facts.max_context_tokens:
