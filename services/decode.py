@@ -17,11 +17,11 @@ from rpc.tracing.span import current_span, optional_attempt
 from runtime.clock import perf_counter
 from services.engines.answer import Finished, FinishReason, Tokens
 from services.engines.base import Engine
-from services.engines.generation import Generation
 from services.engines.journal.journal import RecoveredDecode
 from services.engines.journal.slots import Slot
 from services.engines.kv import PulledKv, Reservation
 from services.engines.prompt import Prompt, Sampling
+from services.engines.running.generation import Generation
 from services.handoff import spans as traces
 from services.handoff.borrowing import PrefixBorrower, PrefixSource, read_source
 from services.handoff.destinations import Allocator

@@ -19,8 +19,8 @@ from runtime.aio import TaskGroup, run_to_completion, run_with_background, timeo
 from runtime.clock import monotonic
 from services.engines.base import Engine
 from services.engines.kv import Reservation, packed_ids
-from services.engines.metrics import DAMAGED_BLOCKS
 from services.engines.prompt import Prompt
+from services.engines.running.metrics import DAMAGED_BLOCKS
 from services.engines.seals import BlockContents, DamagedBlock, Sealer
 from services.handoff import spans as traces
 from services.handoff.lending import MOST_BLOCKS

@@ -15,7 +15,7 @@ from runtime.clock import monotonic
 from services.engines.base import Engine
 from services.engines.kv import Reservation, packed_ids
 from services.engines.prompt import MediaSpan, Prompt
-from services.engines.request_context import current_freed_kv
+from services.engines.running.request_context import current_freed_kv
 from services.handoff.peers import OwnerConnection, Peers, Pool
 from services.handoff.remote_handoff import Handoff, LeasedBlocks, check_blocks, without_lease
 from services.handoff.remote_lease import ReaderLease

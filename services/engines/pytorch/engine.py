@@ -12,7 +12,6 @@ from typing_extensions import Self
 from baton.errors import BatonError, InvalidRequest, Unsupported
 from runtime.threads import of_many
 from services.engines.base import Engine, EngineLoad, ModelFacts, PromptProgress
-from services.engines.canary import Canary
 from services.engines.context import KeptMemory
 from services.engines.journal.journal import Journal, RecoveredDecode
 from services.engines.kv import BlockMemory, HeldKv, PulledKv
@@ -40,7 +39,8 @@ from services.engines.pytorch.stall_detector import StallDetector
 from services.engines.pytorch.steps.tier_loads import BlockReservation
 from services.engines.pytorch.stream import DecodeStream, EventQueue, Queued
 from services.engines.pytorch.validation import check_prompt, check_sampling
-from services.engines.request_context import FreedKv, current_freed_kv
+from services.engines.running.canary import Canary
+from services.engines.running.request_context import FreedKv, current_freed_kv
 
 
 class PyTorchEngine(Engine):

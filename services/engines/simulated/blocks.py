@@ -114,7 +114,7 @@ class Contents:
                 self._blocks.register(sequence.blocks[index], content_hash)
 
     def verify(self, sequence: Running) -> None:
-        """Raises EngineFailed if the pulled blocks belong to another prompt. Before anything is computed; on any thread."""
+        """Raises EngineFailed if the pulled blocks belong to another prompt. On any thread."""
         for index, block_id in enumerate(sequence.blocks):
             if self._memory.block(block_id) != self._bytes(sequence.content_hash(index, sequence.computed)):
                 raise EngineFailed(f"block {index} of the pulled KV does not belong to this prompt")

@@ -20,12 +20,12 @@ from runtime.clock import monotonic
 from runtime.threads import of_many
 from services.engines.answer import Finished, FinishReason, Tokens
 from services.engines.base import Engine, EngineLoad, ModelFacts, PromptProgress
-from services.engines.generation import ClosingStream
 from services.engines.kv import PulledKv
 from services.engines.kv_events import KvChange
 from services.engines.memory.allocation import UNSHARED, AllocationRules, uncount
 from services.engines.memory.shared_pool import OwnedBlocks, SharedPool
 from services.engines.prompt import Prompt, Sampling
+from services.engines.running.generation import ClosingStream
 from services.engines.simulated.config import SimulatedConfig
 from services.engines.simulated.encoder import check_embeddings
 from services.engines.simulated.facts import kv_layout, model_facts

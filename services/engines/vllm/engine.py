@@ -15,11 +15,11 @@ from runtime.aio import timeout
 from services.engines.answer import Finished, FinishReason, Tokens
 from services.engines.base import EngineLoad
 from services.engines.external.engine import CANARY_SALT, ExternalEngine
-from services.engines.generation import Generation
 from services.engines.kv_events import KvChange
 from services.engines.kv_transfer import RemoteKv
 from services.engines.lora.adapters import LoraAdapters
 from services.engines.prompt import Prompt, Sampling
+from services.engines.running.generation import Generation
 from services.engines.vllm.config import VllmConfig
 from services.engines.vllm.facts import vllm_facts
 from services.engines.vllm.handoff import Remembered, read_state

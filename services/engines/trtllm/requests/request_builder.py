@@ -11,7 +11,7 @@ from baton.sampling_options import OPTIONS
 from grammars.guide import Guide, GuideKind
 from services.engines.base import ModelFacts
 from services.engines.prompt import Prompt, Sampling
-from services.engines.request_context import current_traceparent
+from services.engines.running.request_context import current_traceparent
 from services.engines.trtllm.config import EngineArguments, TrtllmConfig
 from services.engines.trtllm.package import Package
 from services.engines.trtllm.requests.inflight import EngineRequest

@@ -9,7 +9,7 @@ from baton.errors import InvalidRequest, Unsupported
 from grammars.source import special_token_ids
 from services.engines.base import ModelFacts
 from services.engines.prompt import Prompt, Sampling
-from services.engines.request_context import current_traceparent
+from services.engines.running.request_context import current_traceparent
 from services.engines.vllm.lora_slots import VllmLoraSlots
 from services.engines.vllm.package import VllmPackage
 from services.engines.vllm.requests.generation import VllmRequest

@@ -6,8 +6,8 @@ from baton.errors import EngineFailed
 from services.engines.answer import Finished, FinishReason, Tokens
 from services.engines.base import ModelFacts
 from services.engines.external.held_kv import ExternalPrefill
-from services.engines.generation import ClosingStream
 from services.engines.prompt import Prompt, Sampling
+from services.engines.running.generation import ClosingStream
 from services.engines.vllm.handoff import Remembered, write_state
 from services.engines.vllm.requests.generation import VllmGeneration
 
