@@ -114,6 +114,20 @@ def test_a_worker_that_beats_is_not_killed(tmp_path: Path) -> None:
         assert run.notes.count("started") == 1
 
 
+def test_a_worker_that_gets_no_processor_is_not_killed(tmp_path: Path) -> None:
+    with _keeper(tmp_path, "watch:0.5+starve:8+exit:0") as run:
+        assert run.ended() == 0
+        assert run.notes.count("started") == 1
+    [late] = re.findall("beat after (.*) at the latest", run.notes)
+    assert float(late) > 1.5, "the machine was too fast to starve anybody"
+
+
+def test_a_worker_that_computes_without_an_end_is_killed(tmp_path: Path) -> None:
+    with _keeper(tmp_path, "watch:0.5+spin", "exit:0") as run:
+        assert run.ended() == 0
+        assert "1 started by hang" in run.notes
+
+
 def test_sigterm_is_passed_on_and_the_keeper_exits_as_the_worker_does(tmp_path: Path) -> None:
     with _keeper(tmp_path, "wait") as run:
         run.pid(0)

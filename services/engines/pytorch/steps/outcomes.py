@@ -4,7 +4,6 @@ import time
 from collections.abc import Sequence
 
 from baton.errors import ComputeFailed
-from services.engines import metrics
 from services.engines.answer import FinishReason, TokenLogprob
 from services.engines.prompt import Retained
 from services.engines.pytorch.parts import EngineParts
@@ -12,6 +11,7 @@ from services.engines.pytorch.runners.batch import Chunk
 from services.engines.pytorch.sampling.sampling import Chosen
 from services.engines.pytorch.sequence import Event, Failed, Held, HeldDecode, State, Token, TokenSequence
 from services.engines.pytorch.steps.scheduler import Scheduler
+from services.engines.running import metrics
 
 _UNENDED = (State.NEW, State.WAITING, State.LOADING, State.RUNNING)
 

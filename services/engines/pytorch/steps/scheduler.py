@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from functools import partial
 
 from baton.errors import Overloaded
-from services.engines import metrics
 from services.engines.kv import packed_ids
 from services.engines.memory.allocation import UNSHARED, AllocationRules, Grant, KeptBlocks, grant_blocks, uncount
 from services.engines.pytorch.config import PyTorchConfig
@@ -24,6 +23,7 @@ from services.engines.pytorch.steps.tier_loads import (
     Promotion,
     TierLoads,
 )
+from services.engines.running import metrics
 from services.engines.seals import BlockContents
 
 # So many blocks of a prompt are named in a step that only decodes.

@@ -11,7 +11,6 @@ import structlog
 import torch
 
 from runtime.machine import available_bytes
-from services.engines import metrics
 from services.engines.base import MemoryTiers
 from services.engines.kv import KvLayout
 from services.engines.kv_events import KvTier
@@ -23,6 +22,7 @@ from services.engines.pytorch.kv_cache.tiers.host import Copier, HostRegion
 from services.engines.pytorch.kv_cache.tiers.jobs import Demotion, Load, LoadItem, Rates, Write
 from services.engines.pytorch.kv_cache.tiers.moves import Movers
 from services.engines.pytorch.kv_cache.tiers.options import TierOptions
+from services.engines.running import metrics
 from services.engines.seals import BlockContents, Sealer
 
 log = structlog.get_logger(__name__)
