@@ -112,9 +112,7 @@ async def measure(options: argparse.Namespace, folder: Path, vocabulary: int) ->
             task = asyncio.create_task(streams.run(f"undisturbed {number}"))
             await gathered(client, streams)
             undisturbed = await task
-        alone = [
-            gap for answer in undisturbed or () for gap in answer.gaps_ms(answer.times[60], 1e9)
-        ]
+        alone = [gap for answer in undisturbed or () for gap in answer.gaps_ms(answer.times[60], 1e9)]
         task = asyncio.create_task(streams.run("drained"))
         await gathered(client, streams)
         await streams.begun(_TOKENS_BEFORE)
