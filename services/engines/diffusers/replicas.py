@@ -60,7 +60,7 @@ class ReplicatedEngine(Diffuser):
         return EncoderLoad(sum(load.running for load in loads), sum(load.waiting for load in loads))
 
     def predicted_seconds(self, drawings: Sequence[Drawing]) -> float | None:
-        """See Diffuser. The drawings go to different engines."""
+        """The shortest time of one engine: the drawings go to different engines. See Diffuser."""
         each = drawings[: -(-len(drawings) // len(self._engines))]
         predicted = [engine.predicted_seconds(each) for engine in self._engines]
         return min((seconds for seconds in predicted if seconds is not None), default=None)
