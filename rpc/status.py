@@ -44,7 +44,7 @@ from baton.errors import (
     Unavailable,
     Unsupported,
 )
-from runtime.logs import log_fields
+from runtime.telemetry.logs import log_fields
 
 # Subclasses that are not listed have their parent's code.
 CODES: dict[type[BatonError], StatusCode] = {

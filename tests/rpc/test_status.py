@@ -22,7 +22,7 @@ from baton.errors import (
 from baton.inference.v1 import generate_pb2, model_pb2
 from router.openai.errors import headers_of
 from rpc.status import to_status
-from runtime.logs import add_log_fields
+from runtime.telemetry.logs import add_log_fields
 
 # The contract with clients in other languages: not derived from the code under test.
 WIRE = {
