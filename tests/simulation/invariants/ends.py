@@ -186,7 +186,7 @@ class RequestsAreSomewhere(Invariant):
     def look(self) -> None:
         at_workers = self._at_workers()
         waits = any(queue.waiting for _, router in self.routers() for queue in router.path.admission._queues.values())
-        running = self.world.running
+        running = self.world.running if self._can_run() else {}
         self._since = {name: since for name, since in self._since.items() if name in running}
         for name, client in running.items():
             asked, ids = client.result.asked, self.world.steps.ids.get(name)
@@ -196,6 +196,11 @@ class RequestsAreSomewhere(Invariant):
                 self._since[name] = Time.now
                 if not self._is_hidden():
                     self.problem(f"{client.result.name}: runs at no worker for {_NOWHERE_SECONDS:g} s")
+
+    def _can_run(self) -> bool:
+        """True if a worker of each role is there: until then requests wait at their router."""
+        roles = {name.partition("-")[0] for name, _ in self.workers()}
+        return "mixed" in roles or roles >= {"prefill", "decode"}
 
     def _at_workers(self) -> set[str]:
         return {
