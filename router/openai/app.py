@@ -63,7 +63,7 @@ from rpc.tracing.span import entered
 from rpc.tracing.tracer import Tracer
 from runtime.aio import forget_frames
 from runtime.entropy import token_hex
-from runtime.logs import add_log_fields
+from runtime.telemetry.logs import add_log_fields
 
 log = structlog.get_logger(__name__)
 

@@ -23,7 +23,7 @@ from rpc.interceptors.calls import record_size
 from rpc.interceptors.counting import TextLimits
 from rpc.status import code_of
 from runtime.aio import timeout
-from runtime.logs import add_log_fields
+from runtime.telemetry.logs import add_log_fields
 
 ENDED_BY_DRAIN = "the router ended before the request did"
 _FAIL_SECONDS = 1.0  # for the last event of an answer that a drain cuts

@@ -4,6 +4,7 @@ __main__.py      `python -m services.keeper ...`: the process, which runs the wo
 keeper.py        starts the worker, waits for its death, and decides what happens then
 child.py         one process of the worker: its start, its signals, and its certain death
 conversation.py  what the worker asks to be kept, and its signs of life
+silence.py       how long it has given none although it could
 memory.py        the file descriptors that are kept, by name, and the fingerprints of what they hold
 messages.py      the messages between the two
 client.py        the worker's side

@@ -6,18 +6,22 @@ from collections.abc import Sequence
 from runtime.clock import monotonic
 from services.keeper.memory import KeptDescriptors
 from services.keeper.messages import Answer, KeeperLost, Packet, Request, receive, send
+from services.keeper.silence import Silence
 
 # A worker that does not even say how long its start may take.
 _SILENT_SECONDS = 300.0
+# A worker that has given no sign of life for so long is looked at, so often.
+_LOOK_SECONDS = 1.0
 
 
 class Conversation:
-    """Obeys a worker at the other end of `own`."""
+    """Obeys a worker at the other end of `own`, the process `pid`."""
 
-    def __init__(self, own: socket.socket, kept: KeptDescriptors, hello: Answer) -> None:
+    def __init__(self, own: socket.socket, kept: KeptDescriptors, hello: Answer, pid: int) -> None:
         self._socket, self._kept, self._hello = own, kept, hello
         self._patience: float | None = None  # between two beats, once it is ready
         self._ready_by = monotonic() + _SILENT_SECONDS
+        self._silence = Silence(pid)
         self._began: float | None = None
         self._beat_at = 0.0
 
@@ -28,15 +32,27 @@ class Conversation:
         return [] if number < 0 else [number]
 
     @property
-    def seconds_left(self) -> float | None:
-        """The time until it counts as hung, unless it beats or becomes ready; None after the end."""
+    def look_seconds(self) -> float | None:
+        """The time after which `looks_hung` is asked unless the worker says something; None after the end."""
         if self._socket.fileno() < 0:
             return None
-        return (self._ready_by if self._patience is None else self._beat_at + self._patience) - monotonic()
+        if self._patience is None:
+            return max(0.0, self._ready_by - monotonic())
+        return min(_LOOK_SECONDS, self._patience)
+
+    def looks_hung(self, seconds: float) -> bool:
+        """True if the worker, which has said nothing for so many seconds more, counts as hung.
+
+        A keeper that was suspended together with it counts what it would have waited for, not what has passed.
+        """
+        if self._patience is None:
+            return monotonic() >= self._ready_by
+        self._silence.add(seconds)
+        return self._silence.seconds >= self._patience
 
     @property
     def complaint(self) -> str:
-        """The step that it has failed to do, once no time is left."""
+        """The step that it has failed to do."""
         if self._patience is None:
             return "the worker has not become ready in time"
         return f"the worker has not given a sign of life for {monotonic() - self._beat_at:.1f} s"
@@ -66,6 +82,7 @@ class Conversation:
         match request.verb:
             case "beat":
                 self._beat_at = monotonic()
+                self._silence.end()
             case "start":
                 self._ready_by = monotonic() + request.seconds
             case "watch":

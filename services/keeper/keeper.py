@@ -22,8 +22,6 @@ _FIRST_WAIT, _LONGEST_WAIT = 0.5, 10.0
 # What is kept may be what kills the worker: it is freed after so many failures in a row, KV first.
 _SUSPECTS = {3: "kv", 6: "weights"}
 _MOST_FAILURES = 9
-# A keeper that was suspended together with the worker wakes to find it overdue: it counts if it stays so.
-_CONFIRM_SECONDS = 1.0
 _WRONG_CONFIGURATION = 2
 _NOT_STARTED = Ending(126)
 
@@ -102,8 +100,8 @@ class _Life:
         except OSError:
             own.close()
             raise
-        self._worker = Conversation(own, kept, hello)
-        self._is_suspect = self._hung = self.is_stopping = False
+        self._worker = Conversation(own, kept, hello, self._child.pid)
+        self._hung = self.is_stopping = False
 
     @property
     def proven(self) -> bool:
@@ -120,7 +118,8 @@ class _Life:
     def _turn(self) -> bool:
         """Waits for the next thing to happen, and does it. False once the worker is dead."""
         sources = [self._child.pidfd, self._signals.fileno(), *self._worker.sources]
-        ready = select.select(sources, [], [], self._seconds_left())[0]
+        seconds = None if self._hung else self._worker.look_seconds
+        ready = select.select(sources, [], [], seconds)[0]
         if self._child.pidfd in ready:
             return False
         if self._signals.fileno() in ready:
@@ -129,24 +128,11 @@ class _Life:
                 self._child.send(number)
         elif ready:
             self._worker.serve()
-        else:
-            self._kill_if_hung()
+        elif seconds is not None and self._worker.looks_hung(seconds):
+            say(f"{self._worker.complaint}: killing it")
+            self._hung = True
+            self._child.send(signal.SIGKILL)
         return True
-
-    def _seconds_left(self) -> float | None:
-        left = self._worker.seconds_left
-        if self._hung or left is None:
-            return None
-        self._is_suspect = self._is_suspect and left <= 0
-        return _CONFIRM_SECONDS if self._is_suspect else max(0.0, left)
-
-    def _kill_if_hung(self) -> None:
-        if not self._is_suspect:
-            self._is_suspect = True
-            return
-        say(f"{self._worker.complaint}: killing it")
-        self._hung = True
-        self._child.send(signal.SIGKILL)
 
 
 @contextmanager

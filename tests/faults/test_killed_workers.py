@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from support.cluster.fleet import Fleet, fleet
 from support.faults.kept_requests import any_requests, paced_requests
-from support.faults.killed_workers import Killer, plan
+from support.faults.killed_workers import Killer, Shape, plan
 from support.faults.lost_routers import Report, Streams
 from support.servers.etcd import EtcdServer
 
@@ -24,13 +24,13 @@ async def _no_blocks_are_used(running: Fleet) -> None:
 
 @pytest.mark.timeout(3000 if _FULL else 400)
 @pytest.mark.parametrize("routers", [False, True], ids=["workers", "workers-and-routers"])
-@pytest.mark.parametrize("apart", [False, True], ids=["one-worker", "prefill-and-decode"])
+@pytest.mark.parametrize("shape", ["one", "apart"])
 async def test_workers_that_are_killed_lose_no_stream(
-    apart: bool, routers: bool, shared_etcd: EtcdServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    shape: Shape, routers: bool, shared_etcd: EtcdServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[1]), prepend=os.pathsep)
-    name = f"killed-{apart}-{routers}".lower()
-    async with fleet(plan(name, shared_etcd.endpoint, apart=apart), tmp_path) as running:
+    name = f"killed-{shape}-{routers}".lower()
+    async with fleet(plan(name, shared_etcd.endpoint, shape), tmp_path) as running:
         addresses = [node.direct for node in running.nodes.values() if node.role == "router"]
         streams = Streams(addresses, {**any_requests(120), **paced_requests()}, Report(), stall_seconds=30.0)
         await streams.learn()

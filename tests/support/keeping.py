@@ -1,6 +1,7 @@
 """A keeper in this process, for engines that come and go."""
 
 import contextlib
+import os
 import select
 import threading
 from collections.abc import Iterator
@@ -22,7 +23,7 @@ class KeepsHere:
     def memory(self, *, weights: bool = False, kv: bool = False) -> Iterator[KeptMemory]:
         """What an engine is given."""
         own, end = pair()
-        conversation = Conversation(own, self.kept, Answer())
+        conversation = Conversation(own, self.kept, Answer(), os.getpid())
         thread = threading.Thread(target=_serve, args=[conversation])
         thread.start()
         client = KeeperClient(end)

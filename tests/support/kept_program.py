@@ -6,6 +6,7 @@ do what the last words say. Each line of FILE is the start's number and what was
 
 import os
 import signal
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -14,6 +15,7 @@ from services.keeper.client import KeeperClient
 from services.keeper.messages import VARIABLE
 
 _FOREVER = 1000.0
+_BEAT_COSTS = 0.05  # seconds of a processor
 
 
 def main() -> None:
@@ -50,6 +52,11 @@ def _obey(keeper: KeeperClient, verb: str, arguments: list[str]) -> str:
             for _ in range(int(times)):
                 keeper.beat()
                 time.sleep(0.1)
+        case "starve", [seconds]:
+            return _starve(keeper, float(seconds))
+        case "spin", []:
+            while True:
+                pass
         case "inherited", []:
             inherited = [int(each) for each in os.listdir("/proc/self/fd") if _is_inheritable(int(each))]
             return f"inherited {sorted(inherited)} and {os.environ.get(VARIABLE, 'no number')}"
@@ -68,6 +75,22 @@ def _obey(keeper: KeeperClient, verb: str, arguments: list[str]) -> str:
         case _:
             raise AssertionError(f"{verb} {arguments}")
     return ""
+
+
+def _starve(keeper: KeeperClient, seconds: float) -> str:
+    """Beats whenever a little is computed, on a processor that others need for so long; says how long that took."""
+    os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
+    spin = f"import time; ends_at = time.monotonic() + {seconds}\nwhile time.monotonic() < ends_at: pass"
+    others = [subprocess.Popen([sys.executable, "-c", spin]) for _ in range(3)]
+    os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
+    longest, last = 0.0, time.monotonic()
+    while any(other.poll() is None for other in others):
+        computed_until = time.process_time() + _BEAT_COSTS
+        while time.process_time() < computed_until:
+            pass
+        keeper.beat()
+        longest, last = max(longest, time.monotonic() - last), time.monotonic()
+    return f"beat after {longest:.1f} at the latest"
 
 
 def _is_inheritable(descriptor: int) -> bool:

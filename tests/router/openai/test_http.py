@@ -136,16 +136,15 @@ async def test_clients_whose_answers_a_drain_ends_learn_that() -> None:
     registry = MemoryRegistry("test")
     slow = simulated("w1", "prefill", "decode", decode_step_seconds=0.05)
     config = OPENAI_ROUTER.model_copy(update={"drain_seconds": 0.5})
-    async with host_worker(slow, registry):
-        async with host_router(config, registry) as router:
-            await eventually(lambda: sum(not worker.problem for worker in router.cluster.workers) == 1)
-            url = f"http://{router.openai_address}/v1"
-            client = AsyncOpenAI(base_url=url, api_key="any", default_headers=ALONE, max_retries=0)
-            whole = asyncio.ensure_future(client.completions.create(model="demo", prompt="x", max_tokens=2000))
-            stream = await client.completions.create(model="demo", prompt="x", max_tokens=2000, stream=True)
-            await anext(aiter(stream))
-            reading = asyncio.create_task(_text(stream))
-            await eventually(lambda: len(router.requests) == 2)
+    async with host_worker(slow, registry), host_router(config, registry) as router:
+        await eventually(lambda: sum(not worker.problem for worker in router.cluster.workers) == 1)
+        url = f"http://{router.openai_address}/v1"
+        client = AsyncOpenAI(base_url=url, api_key="any", default_headers=ALONE, max_retries=0)
+        whole = asyncio.ensure_future(client.completions.create(model="demo", prompt="x", max_tokens=2000))
+        stream = await client.completions.create(model="demo", prompt="x", max_tokens=2000, stream=True)
+        await anext(aiter(stream))
+        reading = asyncio.create_task(_text(stream))
+        await eventually(lambda: len(router.requests) == 2)
     with pytest.raises(APIStatusError) as refused:
         await asyncio.wait_for(whole, 60)
     assert (refused.value.status_code, refused.value.code) == (503, "draining")

@@ -53,7 +53,7 @@ def _keeper(folder: Path, *starts: str, before: Sequence[str] = (), command: Seq
     program += "sys.exit(keeper.Keeper(sys.argv[1:]).run())"
     file = folder / "notes"
     worker = command or [sys.executable, "-m", "support.kept_program", str(file), *starts]
-    paths = {**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'tests'}"}
+    paths = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests"), *sys.path])}
     keeper = [*before, sys.executable, "-c", program, *worker]
     with subprocess.Popen(keeper, env=paths, stderr=subprocess.PIPE, text=True) as popen:
         try:
@@ -112,6 +112,20 @@ def test_a_worker_that_beats_is_not_killed(tmp_path: Path) -> None:
     with _keeper(tmp_path, "watch:2+beat:40+exit:0") as run:
         assert run.ended() == 0
         assert run.notes.count("started") == 1
+
+
+def test_a_worker_that_gets_no_processor_is_not_killed(tmp_path: Path) -> None:
+    with _keeper(tmp_path, "watch:0.5+starve:8+exit:0") as run:
+        assert run.ended() == 0
+        assert run.notes.count("started") == 1
+    [late] = re.findall("beat after (.*) at the latest", run.notes)
+    assert float(late) > 1.5, "the machine was too fast to starve anybody"
+
+
+def test_a_worker_that_computes_without_an_end_is_killed(tmp_path: Path) -> None:
+    with _keeper(tmp_path, "watch:0.5+spin", "exit:0") as run:
+        assert run.ended() == 0
+        assert "1 started by hang" in run.notes
 
 
 def test_sigterm_is_passed_on_and_the_keeper_exits_as_the_worker_does(tmp_path: Path) -> None:

@@ -51,18 +51,23 @@ def embedded_requests() -> dict[str, generate_pb2.GenerateRequest]:
     """Those that the demonstration model serves beside, on the workers of `embedded_worker`."""
     user = {"role": "user", "parts": [{"text": "Sort: pear apple"}]}
     tools = {"tools": [{"name": "sort", "parameters": _SCHEMA}], "tool_choice": {"is_required": True}}
-    [question] = questions(1, "lost routers")
-    media = [{"data": file} for file in question.files]
-    return _requests(
+    return image_requests() | _requests(
         {"max_tokens": 60, "ignore_eos": True},
         {
             "guided": {"sampling": _SEEDED, "guided": {"json_schema": _SCHEMA}},
             "chat": {"sampling": _SEEDED, "prompt": None, "chat": {"messages": [user]}},
             "tools": {"sampling": _SEEDED, "prompt": None, "chat": {"messages": [user], **tools}},
             "adapter": {"sampling": _SEEDED, "lora_name": "first"},
-            "image": {"sampling": _SEEDED, "prompt": question.exercise.prompt, "media": media},
         },
     )
+
+
+def image_requests() -> dict[str, generate_pb2.GenerateRequest]:
+    """That about a picture."""
+    [question] = questions(1, "lost routers")
+    media = [{"data": file} for file in question.files]
+    fields = {"sampling": _SEEDED, "prompt": question.exercise.prompt, "media": media}
+    return _requests({"max_tokens": 60, "ignore_eos": True}, {"image": fields})
 
 
 def embedded_worker(folder: Path) -> Sequence[str]:

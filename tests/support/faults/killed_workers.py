@@ -8,7 +8,9 @@ import os
 import random
 import signal
 import sys
+import time
 from dataclasses import dataclass, field
+from typing import Literal
 
 import psutil
 from support.clients.scraping import Scrape, scrape
@@ -24,7 +26,12 @@ ROUTER = (
     "drain_seconds=1",
 )
 DEATHS = (signal.SIGKILL, signal.SIGKILL, signal.SIGSEGV, signal.SIGSTOP)
+Shape = Literal["one", "apart", "images"]
+"""One worker for all; one for prompts and one for decodes; or these and one for images."""
+
 _READY_SECONDS = 120.0
+# Of so many kills, one is followed by another one while the next process starts, within so many seconds.
+_SECOND_DEATHS, _START_SECONDS = 6, 3.0
 
 
 @dataclass(slots=True)
@@ -33,62 +40,93 @@ class Kills:
 
     kills: int = 0
     routers: int = 0
+    stopped: int = 0
+    by_keeper: int = 0
+    killed: dict[str, int] = field(default_factory=dict)
     recovered: dict[str, float] = field(default_factory=dict)
+
+    def add(self, other: "Kills") -> None:
+        """Adds those of another run."""
+        self.kills += other.kills
+        self.routers += other.routers
+        self.stopped += other.stopped
+        self.by_keeper += other.by_keeper
+        for mine, more in ((self.killed, other.killed), (self.recovered, other.recovered)):
+            mine.update({name: mine.get(name, 0) + more.get(name, 0) for name in {*mine, *more}})
 
     def __str__(self) -> str:
         found = ", ".join(f"{count:.0f} {outcome}" for outcome, count in sorted(self.recovered.items()))
+        killed = ", ".join(f"{count} {name}" for name, count in sorted(self.killed.items()))
         with_routers = f" ({self.routers} together with a router)" if self.routers else ""
-        return f"{self.kills} kills of workers{with_routers}: decodes found {found}"
+        hangs = f"{self.stopped} stopped, {self.by_keeper} killed by their keepers"
+        return f"{self.kills} kills of workers{with_routers}: {killed}; {hangs}; decodes found {found}"
 
 
-_ENGINE = (
-    "engine={kind: pytorch, model: models/demo, name: demo, device: cpu, execution: fused, threads: 1, "
-    "kv_cache_bytes: 16MiB}"
-)
+_ENGINE = "kind: pytorch, model: models/demo, name: demo, device: cpu, threads: 1, kv_cache_bytes: 16MiB"
+_WORKER = ("handoff.lease_seconds=2", "drain_seconds=1")
+_MODULE = "support.faults.killed_workers"
 
 
-def plan(namespace: str, etcd: str, *, apart: bool) -> FleetPlan:
-    """A worker for prompts and one for decodes, or one for both; and two routers."""
-    worker = (_ENGINE, KEPT, "handoff.lease_seconds=2", "drain_seconds=1")
-    if not apart:
+def plan(namespace: str, etcd: str, shape: Shape) -> FleetPlan:
+    """The workers of a shape, and two routers."""
+    # Images are for transformers' modules.
+    execution = "library" if shape == "images" else "fused"
+    worker = (f"engine={{{_ENGINE}, execution: {execution}}}", *_WORKER)
+    if shape == "one":
         worker = (*worker, "roles=[prefill, decode]")
-    module = "support.faults.killed_workers"
-    count = int(apart)
+    encode, prefill = int(shape == "images"), int(shape != "one")
     return FleetPlan(
-        namespace, etcd, worker, ROUTER, encode=0, prefill=count, decode=1, routers=2, module=module, metrics=True
+        namespace, etcd, worker, ROUTER, encode, prefill, decode=1, routers=2, module=_MODULE, metrics=True
     )
 
 
 class Killer:
-    """Kills the workers of a fleet in turn, each at a random moment while streams run."""
+    """Kills the workers of a fleet, each at a random moment while streams run."""
 
     def __init__(self, running: Fleet, streams: Streams, seed: int = 0) -> None:
         self._running, self._streams = running, streams
         self._chosen = random.Random(seed)
         self.report = Kills()
 
-    async def kill(self, times: int, *, routers: bool) -> None:
-        """Kills so many workers; every third time a router too, at the same moment."""
+    async def kill(self, times: int, *, routers: bool, seconds: float = float("inf")) -> None:
+        """Kills so many workers, for so long at most; every third time a router too, at the same moment."""
         nodes = [node for node in self._running.nodes.values() if node.role == "router"]
-        for number in range(times):
+        ends_at = time.monotonic() + seconds
+        number = 0
+        while self.report.kills < times and time.monotonic() < ends_at:
             worker = self._running.workers[number % len(self._running.workers)]
-            await asyncio.sleep(self._chosen.uniform(0.3, 2.5))
-            death = self._chosen.choice(DEATHS)
-            os.kill(_child(worker).pid, death)
-            self.report.kills += 1
-            self._streams.report.losses += 1
-            router = nodes[number % 2]
-            if routers and number % 3 == 0:
-                self.report.routers += 1
-                router.kill()
-                router.start()
-            await self._restarted(worker, number)
-            if routers:
-                await router.serving()
+            await asyncio.sleep(self._chosen.uniform(0.1, 2.0))
+            router = nodes[number % 2] if routers and number % 3 == 0 else None
+            await self._kill(worker, router)
+            number += 1
+        self.report.by_keeper = sum(node.log.read_text().count(": killing it") for node in self._running.workers)
 
-    async def _restarted(self, worker: Node, number: int) -> None:
-        """Waits for the worker's next process, and adds up what it has found."""
-        starts = number // len(self._running.workers) + 1
+    async def _kill(self, worker: Node, router: Node | None) -> None:
+        starts = _starts(worker)
+        self._die(worker, _child(worker), self._chosen.choice(DEATHS))
+        if router is not None:
+            self.report.routers += 1
+            router.kill()
+            router.start()
+        if self._chosen.randrange(_SECOND_DEATHS) == 0:
+            await asyncio.sleep(self._chosen.uniform(0.0, _START_SECONDS))
+            if (child := _child(worker)) is not None:
+                self._die(worker, child, signal.SIGKILL)
+                starts = max(starts, _starts(worker))
+        await self._restarted(worker, starts)
+        if router is not None:
+            await router.serving()
+
+    def _die(self, worker: Node, child: psutil.Process | None, death: signal.Signals) -> None:
+        assert child is not None, f"{worker.name} does not run"
+        os.kill(child.pid, death)
+        self.report.kills += 1
+        self.report.killed[worker.role] = self.report.killed.get(worker.role, 0) + 1
+        self.report.stopped += death is signal.SIGSTOP
+        self._streams.report.losses += 1
+
+    async def _restarted(self, worker: Node, starts: int) -> None:
+        """Waits for a process after the one that has started as the `starts`th, and adds up what it has found."""
         async with asyncio.timeout(_READY_SECONDS):
             while (found := _found(worker, starts)) is None:  # noqa: ASYNC110
                 await asyncio.sleep(0.05)
@@ -97,14 +135,19 @@ class Killer:
             self.report.recovered[outcome] = self.report.recovered.get(outcome, 0.0) + count
 
 
-def _child(worker: Node) -> psutil.Process:
-    [child] = psutil.Process(worker.pid).children()
-    return child
+def _child(worker: Node) -> psutil.Process | None:
+    """The worker's process; None between two."""
+    return next(iter(psutil.Process(worker.pid).children()), None)
+
+
+def _starts(worker: Node) -> int:
+    """The number of times that a worker became ready again: the log has a line for each."""
+    return worker.log.read_text().count("worker was started again")
 
 
 def _found(worker: Node, starts: int) -> Scrape | None:
-    """The metrics of a worker that has started again so often; None before. The log has a line for each start again."""
-    if worker.log.read_text().count("worker was started again") < starts:
+    """The metrics of a worker that was started again more than so often; None before."""
+    if _starts(worker) <= starts:
         return None
     try:
         return scrape(worker.metrics)
@@ -115,4 +158,7 @@ def _found(worker: Node, starts: int) -> Scrape | None:
 if __name__ == "__main__":
     # Kills follow one another sooner than those of a cluster, and none of them is the fault of what is kept.
     keeper._PROVEN_SECONDS = 0.2
-    raise SystemExit(keeper.Keeper([sys.executable, "-m", "services", *sys.argv[1:]]).run())
+    arguments = sys.argv[1:]
+    if "encode.yaml" not in arguments[0]:  # which has nothing to keep
+        arguments.append(KEPT)
+    raise SystemExit(keeper.Keeper([sys.executable, "-m", "services", *arguments]).run())

@@ -36,6 +36,7 @@ class Report:
     tokens: int = 0
     moves: int = 0
     failed: list[str] = field(default_factory=list)
+    refused: list[str] = field(default_factory=list)  # before they had begun
     different: list[str] = field(default_factory=list)
     pauses: list[float] = field(default_factory=list)
 
@@ -45,6 +46,7 @@ class Report:
             setattr(self, name, getattr(self, name) + getattr(other, name))
         self.recomputed = None if other.recomputed is None else (self.recomputed or 0) + other.recomputed
         self.failed += other.failed
+        self.refused += other.refused
         self.different += other.different
         self.pauses += other.pauses
 
@@ -150,8 +152,10 @@ class Streams:
                     if name == "slow_reader":
                         await asyncio.sleep(_SLOW_SECONDS)
         except BatonError as error:
-            if received.handle:
-                report.failed.append(f"{name} after {received.tokens}: {error.reason} {error.message}")
+            has_begun = bool(received.handle)
+            where = f"{name} of {received.handle or 'no handle'} after {received.tokens}"
+            found = f"{where}: {error.reason} {error.message}"
+            (report.failed if has_begun else report.refused).append(f"{found} ({time.strftime('%X')})")
             return
         report.tokens += received.tokens
         if _compared(received) != self._expected[name]:

@@ -1,0 +1,68 @@
+"""The time for which a worker could have given a sign of life, and gave none."""
+
+import os
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+
+
+class Silence:
+    """The seconds since a process has last given a sign of life; time in which it waited for a processor is left out.
+
+    A machine that is busy makes every worker late: to kill it would lose what it does, and help nobody.
+    """
+
+    def __init__(self, pid: int) -> None:
+        self._pid = pid
+        self._threads: Mapping[str, _Thread] | None = None
+        self.seconds = 0.0
+
+    def end(self) -> None:
+        """It has given a sign of life."""
+        self._threads, self.seconds = None, 0.0
+
+    def add(self, seconds: float) -> None:
+        """So many have passed without one. The first ones only begin the silence."""
+        before, self._threads = self._threads, _threads_of(self._pid)
+        if before is not None:
+            pairs = ((before[name], now) for name, now in self._threads.items() if name in before)
+            # Any of its threads may hold what the others need, such as the interpreter's lock.
+            waited = max((_waited_seconds(*pair, seconds) for pair in pairs), default=0.0)
+            self.seconds += max(0.0, seconds - waited)
+
+
+@dataclass(frozen=True, slots=True)
+class _Thread:
+    """The nanoseconds that a thread ran, and that it waited for a processor, up to the last time that it got one."""
+
+    ran: int
+    waited: int
+    can_run: bool
+
+
+def _waited_seconds(before: _Thread, now: _Thread, longest: float) -> float:
+    """The part of the time between the two in which it waited for a processor."""
+    is_waiting = now.can_run and (now.ran, now.waited) == (before.ran, before.waited)
+    return longest if is_waiting else (now.waited - before.waited) / 1e9
+
+
+def _threads_of(pid: int) -> Mapping[str, _Thread]:
+    """The threads of a process, by their ids; none where the kernel does not count how long they wait."""
+    folder = f"/proc/{pid}/task"
+    threads = {}
+    with suppress(OSError):
+        for name in os.listdir(folder):
+            with suppress(OSError, ValueError, IndexError):  # it has just ended
+                threads[name] = _thread(f"{folder}/{name}")
+    return threads
+
+
+def _thread(folder: str) -> _Thread:
+    ran, waited, _ = _read(f"{folder}/schedstat").split()
+    state = _read(f"{folder}/stat").rpartition(")")[2].split()[0]
+    return _Thread(int(ran), int(waited), state == "R")
+
+
+def _read(path: str) -> str:
+    with open(path, encoding="utf-8", errors="replace") as file:
+        return file.read()
