@@ -51,7 +51,7 @@ class _Result:
         lines = [str(self.kills), f"{self.streams}; {len(self.streams.refused)} refused before they had begun"]
         lines += [f"failed: {each}" for each in self.streams.failed]
         lines += [f"different: {each}" for each in self.streams.different]
-        lines += [f"refused: {each}" for each in self.streams.refused]
+        lines += [f"refused: {each}" for each in self.streams.refused[:3]]
         return "\n".join([*lines, f"{self.leaked_blocks} leaked blocks"])
 
 
@@ -72,7 +72,7 @@ async def _run(options: argparse.Namespace, etcd: str, folder: Path) -> _Result:
 async def _blocks_left(running: Fleet) -> int:
     """The blocks that are in use although nothing runs, once kept answers had the time to go."""
     ends_at = time.monotonic() + _FREE_SECONDS
-    while (used := await running.blocks_used()) and time.monotonic() < ends_at:
+    while (used := await running.blocks_used()) and time.monotonic() < ends_at:  # noqa: ASYNC110
         await asyncio.sleep(0.2)
     return used
 

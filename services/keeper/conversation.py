@@ -2,11 +2,13 @@
 
 import socket
 from collections.abc import Sequence
+from contextlib import suppress
 
 from runtime.clock import monotonic
 from services.keeper.memory import KeptDescriptors
 from services.keeper.messages import Answer, KeeperLost, Packet, Request, receive, send
 from services.keeper.silence import Silence
+from services.keeper.successor import SuccessorsMemory
 
 # A worker that does not even say how long its start may take.
 _SILENT_SECONDS = 300.0
@@ -17,13 +19,15 @@ _LOOK_SECONDS = 1.0
 class Conversation:
     """Obeys a worker at the other end of `own`, the process `pid`."""
 
-    def __init__(self, own: socket.socket, kept: KeptDescriptors, hello: Answer, pid: int) -> None:
+    def __init__(self, own: socket.socket, kept: KeptDescriptors | SuccessorsMemory, hello: Answer, pid: int) -> None:
         self._socket, self._kept, self._hello = own, kept, hello
         self._patience: float | None = None  # between two beats, once it is ready
         self._ready_by = monotonic() + _SILENT_SECONDS
         self._silence = Silence(pid)
         self._began: float | None = None
         self._beat_at = 0.0
+        self._waiting: Request | None = None
+        self.wants_upgrade = False
 
     @property
     def sources(self) -> Sequence[int]:
@@ -78,6 +82,26 @@ class Conversation:
         """Ends the conversation; a worker that is alive takes it for the keeper's end."""
         self._socket.close()
 
+    def answer_upgrade(self, problem: str) -> None:
+        """Tells the worker that it is to end between two steps, for its successor is ready; or why it is not."""
+        self.wants_upgrade = False
+        with suppress(KeeperLost):
+            send(self._socket, Answer(problem=problem))
+
+    def go_on(self, ended_at: float) -> None:
+        """Answers the request of a successor that has waited until the worker ended."""
+        assert self._waiting is not None
+        with suppress(KeeperLost):
+            self._get(self._waiting, ended_at)
+
+    def _get(self, request: Request, ended_at: float = 0.0) -> None:
+        found = self._kept.get(request.name, request.fingerprint)
+        if found is None:
+            self._waiting = request
+            return
+        answer = Answer(is_kept=bool(found.descriptors), stale=found.stale, ended_at=ended_at)
+        send(self._socket, answer, found.descriptors)
+
     def _obey(self, request: Request, packet: Packet) -> None:
         match request.verb:
             case "beat":
@@ -91,11 +115,13 @@ class Conversation:
             case "hello":
                 send(self._socket, self._hello)
             case "get":
-                found = self._kept.get(request.name, request.fingerprint)
-                send(self._socket, Answer(is_kept=bool(found.descriptors), stale=found.stale), found.descriptors)
+                self._get(request)
             case "put":
                 self._kept.put(request.name, request.fingerprint, packet.pop_descriptors())
                 send(self._socket, Answer(is_kept=True))
             case "drop":
                 self._kept.drop(request.name)
+                send(self._socket, Answer())
+            case "upgrade":
+                self.wants_upgrade = True
                 send(self._socket, Answer())

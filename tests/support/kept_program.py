@@ -44,6 +44,8 @@ def _obey(keeper: KeeperClient, verb: str, arguments: list[str]) -> str:
             return f"found {name} {found} stale {kept.stale!r}"
         case "drop", [name]:
             keeper.drop(name)
+        case "upgrade", []:
+            return f"upgrade: {keeper.upgrade() or 'ready'}"
         case "start", [seconds]:
             keeper.begin(float(seconds))
         case "watch", [seconds]:

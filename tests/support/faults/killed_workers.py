@@ -4,6 +4,7 @@ As a program it is a worker of this kind: `python -m support.faults.killed_worke
 """
 
 import asyncio
+import math
 import os
 import random
 import signal
@@ -32,6 +33,7 @@ Shape = Literal["one", "apart", "images"]
 _READY_SECONDS = 120.0
 # Of so many kills, one is followed by another one while the next process starts, within so many seconds.
 _SECOND_DEATHS, _START_SECONDS = 6, 3.0
+_TWO_AT_ONCE = 4  # one in so many times
 
 
 @dataclass(slots=True)
@@ -74,7 +76,8 @@ def plan(namespace: str, etcd: str, shape: Shape) -> FleetPlan:
     worker = (f"engine={{{_ENGINE}, execution: {execution}}}", *_WORKER)
     if shape == "one":
         worker = (*worker, "roles=[prefill, decode]")
-    encode, prefill = int(shape == "images"), int(shape != "one")
+    # A new request for images is refused while no encoder is ready: there are two.
+    encode, prefill = 2 * int(shape == "images"), int(shape != "one")
     return FleetPlan(
         namespace, etcd, worker, ROUTER, encode, prefill, decode=1, routers=2, module=_MODULE, metrics=True
     )
@@ -88,34 +91,35 @@ class Killer:
         self._chosen = random.Random(seed)
         self.report = Kills()
 
-    async def kill(self, times: int, *, routers: bool, seconds: float = float("inf")) -> None:
-        """Kills so many workers, for so long at most; every third time a router too, at the same moment."""
+    async def kill(self, times: int, *, routers: bool, seconds: float = math.inf) -> None:
+        """Kills so many workers, for so long at most; sometimes two at once, every third time a router too."""
         nodes = [node for node in self._running.nodes.values() if node.role == "router"]
-        ends_at = time.monotonic() + seconds
+        workers, ends_at = self._running.workers, time.monotonic() + seconds
         number = 0
         while self.report.kills < times and time.monotonic() < ends_at:
-            worker = self._running.workers[number % len(self._running.workers)]
-            await asyncio.sleep(self._chosen.uniform(0.1, 2.0))
+            await asyncio.sleep(self._chosen.uniform(0.1, 1.2))
+            several = len(workers) > 1 and self._chosen.randrange(_TWO_AT_ONCE) == 0
+            victims = [workers[(number + index) % len(workers)] for index in range(1 + several)]
             router = nodes[number % 2] if routers and number % 3 == 0 else None
-            await self._kill(worker, router)
+            if router is not None:
+                self.report.routers += 1
+                router.kill()
+                router.start()
+            await asyncio.gather(*(self._kill(victim) for victim in victims))
+            if router is not None:
+                await router.serving()
             number += 1
-        self.report.by_keeper = sum(node.log.read_text().count(": killing it") for node in self._running.workers)
+        self.report.by_keeper = sum(node.log.read_text().count(": killing it") for node in workers)
 
-    async def _kill(self, worker: Node, router: Node | None) -> None:
+    async def _kill(self, worker: Node) -> None:
         starts = _starts(worker)
         self._die(worker, _child(worker), self._chosen.choice(DEATHS))
-        if router is not None:
-            self.report.routers += 1
-            router.kill()
-            router.start()
         if self._chosen.randrange(_SECOND_DEATHS) == 0:
             await asyncio.sleep(self._chosen.uniform(0.0, _START_SECONDS))
             if (child := _child(worker)) is not None:
                 self._die(worker, child, signal.SIGKILL)
                 starts = max(starts, _starts(worker))
         await self._restarted(worker, starts)
-        if router is not None:
-            await router.serving()
 
     def _die(self, worker: Node, child: psutil.Process | None, death: signal.Signals) -> None:
         assert child is not None, f"{worker.name} does not run"
