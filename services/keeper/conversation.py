@@ -25,7 +25,8 @@ class Conversation:
         self._ready_by = monotonic() + _SILENT_SECONDS
         self._silence = Silence(pid)
         self._began: float | None = None
-        self._beat_at = 0.0
+        self._beat_at = self._look_at = 0.0
+        self._look_every = _LOOK_SECONDS
         self._waiting: Request | None = None
         self.wants_upgrade = False
 
@@ -37,21 +38,19 @@ class Conversation:
 
     @property
     def look_seconds(self) -> float | None:
-        """The time after which `looks_hung` is asked unless the worker says something; None after the end."""
+        """The time until `looks_hung` is to be asked, unless the worker says something; None after the end."""
         if self._socket.fileno() < 0:
             return None
-        if self._patience is None:
-            return max(0.0, self._ready_by - monotonic())
-        return min(_LOOK_SECONDS, self._patience)
+        return max(0.0, (self._ready_by if self._patience is None else self._look_at) - monotonic())
 
-    def looks_hung(self, seconds: float) -> bool:
-        """True if the worker, which has said nothing for so many seconds more, counts as hung.
-
-        A keeper that was suspended together with it counts what it would have waited for, not what has passed.
-        """
-        if self._patience is None:
-            return monotonic() >= self._ready_by
-        self._silence.add(seconds)
+    def looks_hung(self) -> bool:
+        """True if the worker counts as hung."""
+        if self._socket.fileno() < 0 or self._patience is None:
+            return self._socket.fileno() >= 0 and monotonic() >= self._ready_by
+        if monotonic() >= self._look_at:
+            # Not what has passed: a keeper that was suspended, perhaps with the worker, has not seen it silent.
+            self._silence.add(self._look_every)
+            self._look_at = monotonic() + self._look_every
         return self._silence.seconds >= self._patience
 
     @property
@@ -88,6 +87,12 @@ class Conversation:
         with suppress(KeeperLost):
             send(self._socket, Answer(problem=problem))
 
+    def _hear(self) -> None:
+        """It has given a sign of life."""
+        self._beat_at = monotonic()
+        self._look_at = self._beat_at + self._look_every
+        self._silence.end()
+
     def go_on(self, ended_at: float) -> None:
         """Answers the request of a successor that has waited until the worker ended."""
         assert self._waiting is not None
@@ -105,13 +110,13 @@ class Conversation:
     def _obey(self, request: Request, packet: Packet) -> None:
         match request.verb:
             case "beat":
-                self._beat_at = monotonic()
-                self._silence.end()
+                self._hear()
             case "start":
                 self._ready_by = monotonic() + request.seconds
             case "watch":
-                self._patience = request.seconds
-                self._began = self._beat_at = monotonic()
+                self._patience, self._look_every = request.seconds, min(_LOOK_SECONDS, request.seconds)
+                self._hear()
+                self._began = self._beat_at
             case "hello":
                 send(self._socket, self._hello)
             case "get":

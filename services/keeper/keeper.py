@@ -120,7 +120,7 @@ class _Life:
         """Serves the worker until it is dead: until then no other one may own what is kept."""
         while self._turn():
             pass
-        if self._next is not None and (self._end_by is None or self.is_stopping):
+        if self._next is not None and self._end_by is None:
             self._give_up("the worker has ended before its successor was ready")
         ending = self._process.wait(hung=self._hung)
         self.successor = self._next.take_over() if self._next is not None else None
@@ -128,24 +128,28 @@ class _Life:
 
     def _turn(self) -> bool:
         """Waits for the next thing to happen, and does it. False once the worker is dead."""
-        worker, following = self._process.worker, self._next.process.sources if self._next else ()
-        seconds = self._seconds
-        ready = select.select([*self._process.sources, self._signals.fileno(), *following], [], [], seconds)[0]
+        following = self._next.process.sources if self._next else ()
+        ready = select.select([*self._process.sources, self._signals.fileno(), *following], [], [], self._seconds)[0]
         if self._process.child.pidfd in ready:
             return False
         if self._signals.fileno() in ready:
-            self.is_stopping = True
-            for number in self._signals.recv(64):
-                self._process.child.send(number)
+            self._pass_on(self._signals.recv(64))
         elif self._next is not None and not set(ready).isdisjoint(following):
             self._decide(self._next.serve(ready))
         elif ready:
-            worker.serve()
-            if worker.wants_upgrade and self._next is None:
+            self._process.worker.serve()
+            if self._process.worker.wants_upgrade and self._next is None:
                 self._upgrade()
-        elif seconds is not None:
-            self._look(seconds)
+        if not self._is_killed:
+            self._look()
         return True
+
+    def _pass_on(self, signals: bytes) -> None:
+        self.is_stopping = True
+        if self._next is not None:
+            self._give_up("the worker was told to stop")
+        for number in signals:
+            self._process.child.send(number)
 
     @property
     def _seconds(self) -> float | None:
@@ -157,14 +161,15 @@ class _Life:
         workers = [self._process.worker, *([self._next.process.worker] if self._next else [])]
         return min((each.look_seconds for each in workers if each.look_seconds is not None), default=None)
 
-    def _look(self, seconds: float) -> None:
+    def _look(self) -> None:
         worker = self._process.worker
         if self._end_by is not None:
-            self._kill("the worker has not ended for its upgrade")
-        elif worker.looks_hung(seconds):
+            if monotonic() >= self._end_by:
+                self._kill("the worker has not ended for its upgrade")
+        elif worker.looks_hung():
             self._hung = True
             self._kill(worker.complaint)
-        elif self._next is not None and self._next.process.worker.looks_hung(seconds):
+        elif self._next is not None and self._next.process.worker.looks_hung():
             self._decide("the new process has not become ready in time")
 
     def _kill(self, reason: str) -> None:

@@ -299,6 +299,7 @@ def test_a_worker_that_does_not_end_for_its_upgrade_is_killed(tmp_path: Path) ->
         ("exit:2", "the new process has ended; its log says why"),
         ("die:SIGSEGV", "the new process has ended; its log says why"),
         ("start:0.2+wait", "the new process has not become ready in time"),
+        ("start:0.5+beat:600", "the new process has not become ready in time"),
     ],
 )
 def test_an_upgrade_that_does_not_fit_says_why_and_the_worker_goes_on(tmp_path: Path, words: str, problem: str) -> None:
@@ -318,6 +319,26 @@ def test_a_successor_has_kept_and_freed_what_it_wanted_once_it_takes_over(tmp_pa
     assert "1 found weights [] stale ''" in run.notes
     assert run.notes.index("found kv ['kv of one']") < run.notes.index("found weights ['weights of new']")
     assert "1 found other [] stale ''" in run.notes
+
+
+def test_a_worker_that_hangs_while_its_successor_loads_and_beats_is_killed(tmp_path: Path) -> None:
+    first, loading = "put:kv:one+watch:0.5+hang_upgrade", "start:600+beat:6000"
+    with _keeper(tmp_path, first, loading, "get:kv:one+exit:0") as run:
+        assert run.ended() == 0
+        assert "2 started by hang" in run.notes
+        assert "2 found kv ['kv of one']" in run.notes
+
+
+def test_a_worker_that_is_told_to_stop_amid_an_upgrade_has_the_time_that_it_needs(tmp_path: Path) -> None:
+    first = "put:kv:one+watch:600+ignore+upgrade+get:kv:one+exit:0"
+    with _keeper(tmp_path, first, "start:600+beat:6000") as run:
+        loading = run.pid(1)
+        run.popen.terminate()
+        assert run.ended() == 0
+        assert "0 upgrade: the worker was told to stop" in run.notes
+        assert "0 found kv ['kv of one']" in run.notes
+        with pytest.raises(ProcessLookupError):
+            os.kill(loading, 0)
 
 
 def test_a_worker_that_dies_while_its_successor_loads_is_started_again_as_always(tmp_path: Path) -> None:

@@ -18,6 +18,8 @@ from support.clients.scraping import Scrape, scrape
 from support.cluster.fleet import Fleet, FleetPlan, Node
 from support.faults.lost_routers import Streams
 
+from baton.calls import unary
+from baton.inference.v1 import cluster_service_pb2
 from services.keeper import keeper
 
 KEPT = "keep_memory={weights: true, kv: true, hang_seconds: 3}"
@@ -33,7 +35,7 @@ Shape = Literal["one", "apart", "images"]
 _READY_SECONDS = 120.0
 # Of so many kills, one is followed by another one while the next process starts, within so many seconds.
 _SECOND_DEATHS, _START_SECONDS = 6, 3.0
-_TWO_AT_ONCE = 4  # one in so many times
+_TWO_AT_ONCE, _UPGRADES = 4, 5  # one in so many times
 
 
 @dataclass(slots=True)
@@ -44,6 +46,7 @@ class Kills:
     routers: int = 0
     stopped: int = 0
     by_keeper: int = 0
+    upgrades: int = 0
     killed: dict[str, int] = field(default_factory=dict)
     recovered: dict[str, float] = field(default_factory=dict)
 
@@ -53,6 +56,7 @@ class Kills:
         self.routers += other.routers
         self.stopped += other.stopped
         self.by_keeper += other.by_keeper
+        self.upgrades += other.upgrades
         for mine, more in ((self.killed, other.killed), (self.recovered, other.recovered)):
             mine.update({name: mine.get(name, 0) + more.get(name, 0) for name in {*mine, *more}})
 
@@ -60,7 +64,7 @@ class Kills:
         found = ", ".join(f"{count:.0f} {outcome}" for outcome, count in sorted(self.recovered.items()))
         killed = ", ".join(f"{count} {name}" for name, count in sorted(self.killed.items()))
         with_routers = f" ({self.routers} together with a router)" if self.routers else ""
-        hangs = f"{self.stopped} stopped, {self.by_keeper} killed by their keepers"
+        hangs = f"{self.upgrades} upgrades, {self.stopped} stopped, {self.by_keeper} killed by their keepers"
         return f"{self.kills} kills of workers{with_routers}: {killed}; {hangs}; decodes found {found}"
 
 
@@ -105,7 +109,10 @@ class Killer:
                 self.report.routers += 1
                 router.kill()
                 router.start()
-            await asyncio.gather(*(self._kill(victim) for victim in victims))
+            if victims[0].role == "decode" and not several and not router and not self._chosen.randrange(_UPGRADES):
+                await self._upgrade(victims[0])
+            else:
+                await asyncio.gather(*(self._kill(victim) for victim in victims))
             if router is not None:
                 await router.serving()
             number += 1
@@ -119,6 +126,14 @@ class Killer:
             if (child := _child(worker)) is not None:
                 self._die(worker, child, signal.SIGKILL)
                 starts = max(starts, _starts(worker))
+        await self._restarted(worker, starts)
+
+    async def _upgrade(self, worker: Node) -> None:
+        await self._running.ready(_READY_SECONDS)
+        starts = _starts(worker)
+        asked = cluster_service_pb2.UpgradeWorkerRequest(worker_id=worker.name)
+        await unary(self._running.operators.UpgradeWorker(asked, timeout=_READY_SECONDS))
+        self.report.upgrades += 1
         await self._restarted(worker, starts)
 
     def _die(self, worker: Node, child: psutil.Process | None, death: signal.Signals) -> None:
