@@ -25,7 +25,8 @@ UP := $(if $(MODE),--mode $(MODE)) $(if $(ENCODE),--encode $(ENCODE)) $(if $(PRE
 
 # What `make test` runs: `make test TESTS="tests/devtools -k doctor"`.
 TESTS ?= tests
-JOBS ?= 2
+# As many processes at once as fit this machine: one more than it has cores, if there is memory for them.
+JOBS ?= auto
 AT_ONCE = -n $(JOBS) --dist worksteal
 # Which implementation of gRPC's server they run on: grpcio or http2; empty is the default.
 SERVER ?=
@@ -235,7 +236,7 @@ soak: $(STUBS) ## Send HOURS (8) of RATE (4) requests a second through our own H
 	@PYTHONPATH=tests:. $(BIN)/python -m benchmarks.soak --hours $(HOURS) --rate $(RATE)
 
 mutations: $(STUBS) ## Remove each guard of the TensorRT-LLM engine, and verify that a test fails (15 minutes)
-	@$(BIN)/python tools/mutate.py tools/mutations/trtllm.yaml --jobs $(JOBS)
+	@$(BIN)/python tools/mutate.py tools/mutations/trtllm.yaml --jobs $(JOBS:auto=2)
 
 lint: $(STUBS) ## Check style, types, import directions and protos
 	@$(BIN)/ruff check .

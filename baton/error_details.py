@@ -16,6 +16,7 @@ from baton.errors import (
     Overloaded,
     PermissionDenied,
     QuotaExceeded,
+    QuotaUnavailable,
     RouterStarting,
     Unauthenticated,
     Unavailable,
@@ -149,7 +150,7 @@ def _restore(kind: type[BatonError], message: str, details: _Details) -> BatonEr
         return kind(message, retry_after_seconds=_retry_seconds(details.retry), subject=subject)
     if issubclass(kind, QuotaExceeded):
         return kind(message, subject=subject, retry_after_seconds=_retry_seconds(details.retry))
-    if issubclass(kind, RouterStarting):
+    if issubclass(kind, (RouterStarting, QuotaUnavailable)):
         return kind(message, retry_after_seconds=_retry_seconds(details.retry))
     return kind(message)
 

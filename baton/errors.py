@@ -211,9 +211,15 @@ class RouterStarting(NoWorker):
 
 
 class QuotaUnavailable(Unavailable):
-    """The tenant's quota is kept by another router, which has not been reached for a while: retry, best elsewhere."""
+    """No router lends the tenant's quota, or this one does not reach it: retry after `retry_after_seconds`, best
+    elsewhere.
+    """
 
     reason = "QUOTA_UNAVAILABLE"
+
+    def __init__(self, message: str, *, retry_after_seconds: float = 1.0) -> None:
+        super().__init__(message)
+        self.retry_after_seconds = retry_after_seconds
 
 
 class Draining(Unavailable):

@@ -3,6 +3,8 @@ TeaCache and with each way to offload. Its quality means nothing; its sizes and 
 
     python -m benchmarks.diffusion_gpu build /tmp/wan
     python -m benchmarks.diffusion_gpu measure /tmp/wan
+    python -m benchmarks.diffusion_gpu measure /tmp/wan --only sequential
+    python -m benchmarks.diffusion_gpu replicas /tmp/wan    # on several GPUs
 """
 
 import argparse
@@ -11,7 +13,7 @@ import copy
 import gc
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -24,8 +26,9 @@ from transformers import UMT5Config, UMT5EncoderModel
 from models.demo_diffusion.architecture import WORDS, new_tokenizer
 from services.engines.diffusers.config import DiffusionConfig, TeaCacheConfig
 from services.engines.diffusers.engine import DiffusersEngine
+from services.engines.diffusers.replicas import ReplicatedEngine
 from services.engines.diffusers.tea_cache import TeaCache
-from services.engines.diffusion import ClipOptions, Drawing
+from services.engines.diffusion import Clip, ClipOptions, Diffuser, Drawing
 
 STEPS, FEW_STEPS = 12, 4
 DRAWING = Drawing("a red circle", "", 5.0, 832, 480, STEPS, seed=1, clip=ClipOptions(frames=9, frames_per_second=8.0))
@@ -186,14 +189,15 @@ async def with_baton(folder: Path, case: Case) -> None:
         print(f"cancelled after 2 steps: {engine.steps - before - 1} were computed, {kept:.2f} GB stay", flush=True)
 
 
-def measure(folder: Path) -> None:
-    """Prints a table."""
+def measure(folder: Path, only: str) -> None:
+    """Prints a table, with a text of only those cases that have it in their name, and without diffusers alone."""
     size = sum(path.stat().st_size for path in folder.rglob("*.safetensors")) / 1e9
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, weights {size:.2f} GB", flush=True)
     print(f"{DRAWING.width} x {DRAWING.height}, {DRAWING.frames} frames, guidance", flush=True)
     print("| | steps | mean s a step | median | whole s | peak GB | GB after it |\n|---|---|---|---|---|---|---|")
-    plain(folder)
-    for case in CASES:
+    if not only:
+        plain(folder)
+    for case in [case for case in CASES if only in case.name]:
         gc.collect()
         torch.cuda.empty_cache()
         before = torch.cuda.memory_allocated() / 1e9
@@ -207,17 +211,70 @@ def measure(folder: Path) -> None:
         print(f"engine closed: {before:.2f} GB before, {after:.2f} GB after", flush=True)
 
 
+async def replicas(folder: Path) -> None:
+    """Draws the same clips by one GPU and by a copy on each, all at once; then all but one are cancelled."""
+    gpus = torch.cuda.device_count()
+    drawings = [replace(DRAWING, seed=seed) for seed in range(2 * gpus)]
+    print(f"{gpus} x {torch.cuda.get_device_name()}, {len(drawings)} clips of {STEPS} steps at once", flush=True)
+    print("| data_parallel_size | s for all | GB on each GPU | bytes |\n|---|---|---|---|", flush=True)
+    files: list[set[Clip]] = []
+    for size in (1, gpus):
+        config = DiffusionConfig(
+            model=folder, device="cuda", canary_seconds=None, width=832, height=480, data_parallel_size=size
+        )
+        opened = ReplicatedEngine(config) if size > 1 else DiffusersEngine(config)
+        async with opened as engine:
+            await asyncio.gather(*[_clip(engine, replace(DRAWING, steps=2)) for _ in range(size)])
+            began = time.monotonic()
+            files.append(set(await asyncio.gather(*[_clip(engine, drawing) for drawing in drawings])))
+            seconds = time.monotonic() - began
+            print(f"| {size} | {seconds:.2f} | {_gigabytes(gpus)} | {_equal(files)} |", flush=True)
+            if size > 1:
+                await _cancel_all_but_one(engine, drawings)
+                print(f"then cancelled, all but one: {_gigabytes(gpus)} GB, load {engine.load()}", flush=True)
+        del opened, engine
+        gc.collect()
+        torch.cuda.empty_cache()
+        print(f"closed: {_gigabytes(gpus)} GB", flush=True)
+
+
+async def _clip(engine: Diffuser, drawing: Drawing) -> Clip:
+    events = [event async for event in engine.draw(drawing)]
+    assert isinstance(events[-1], Clip)
+    return events[-1]
+
+
+async def _cancel_all_but_one(engine: Diffuser, drawings: Sequence[Drawing]) -> None:
+    tasks = [asyncio.create_task(_clip(engine, drawing)) for drawing in drawings]
+    await asyncio.sleep(0.5)
+    for task in tasks[1:]:
+        task.cancel()
+    await asyncio.wait(tasks)
+    assert not tasks[0].cancelled()
+
+
+def _gigabytes(gpus: int) -> str:
+    return " and ".join(f"{torch.cuda.memory_allocated(gpu) / 1e9:.2f}" for gpu in range(gpus))
+
+
+def _equal(files: Sequence[set[Clip]]) -> str:
+    return "equal" if all(one == files[0] for one in files) else "**not equal**"
+
+
 def main() -> None:
     """Does what the command says."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("command", choices=("build", "measure", "tea-cache"))
+    parser.add_argument("command", choices=("build", "measure", "tea-cache", "replicas"))
     parser.add_argument("folder", type=Path, nargs="?", default=Path("/tmp/wan"))
+    parser.add_argument("--only", default="", help="a text in the names of cases")
     arguments = parser.parse_args()
     match arguments.command:
         case "build":
             build(arguments.folder)
         case "measure":
-            measure(arguments.folder)
+            measure(arguments.folder, arguments.only)
+        case "replicas":
+            asyncio.run(replicas(arguments.folder))
         case _:
             tea_cache()
 

@@ -53,7 +53,15 @@ async def _run(plan: _Plan, etcd: str, folder: Path) -> Report:
     is_embedded = plan.engine == "embedded"
     worker = (*(embedded_worker(folder) if is_embedded else [_SIMULATED]), *_WORKER)
     fleet_plan = FleetPlan(
-        "lost-routers", etcd, worker, _ROUTER, int(is_embedded), 1, 2, 2, openai=plan.client == "events"
+        "lost-routers",
+        etcd,
+        worker,
+        _ROUTER,
+        encode=int(is_embedded),
+        prefill=1,
+        decode=2,
+        routers=2,
+        openai=plan.client == "events",
     )
     async with fleet(fleet_plan, folder) as running:
         routers = [node for node in running.nodes.values() if node.role == "router"]

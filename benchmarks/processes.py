@@ -16,7 +16,7 @@ from discovery.record import WorkerRecord
 from router.config import RouterConfig
 from router.server import host_router
 from runtime.garbage import collect_rarely, collected_as_memory_grows, exempt_living_objects, return_large_memory
-from runtime.logs import configure_logging
+from runtime.telemetry.logs import configure_logging
 
 _PATIENCE_SECONDS = 400.0  # an engine loads for a minute on a busy machine
 

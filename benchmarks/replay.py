@@ -26,7 +26,7 @@ from baton.inference.v1 import generate_pb2, record_pb2
 from cli.commands.records.replay import first_differences, replay, report
 from cli.commands.records.request import request_of
 from router.config import RecordsConfig
-from runtime.logs import configure_logging
+from runtime.telemetry.logs import configure_logging
 
 _NAME = {"type": "string", "maxLength": 40}
 _SCHEMA = json.dumps(

@@ -17,6 +17,7 @@ INTERRUPTED = 130
 
 def main() -> None:
     """Exits with 0 for success, 2 for a request to fix, 130 after Ctrl-C, 1 for everything else."""
+    _open_streams()
     arguments = parse()
     try:
         code = asyncio.run(_run(arguments))
@@ -26,11 +27,20 @@ def main() -> None:
     except (KeyboardInterrupt, asyncio.CancelledError):
         print("interrupted", file=sys.stderr)
         code = INTERRUPTED
-    except BrokenPipeError:
-        # The reader of our output has closed the pipe: discard the rest of the buffer.
+    except OSError as error:
+        # The reader of our output has closed the pipe, or its disk is full: discard the rest of the buffer.
+        if not isinstance(error, BrokenPipeError):
+            print(f"error: {error}", file=sys.stderr)
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         code = 1
     sys.exit(code)
+
+
+def _open_streams() -> None:
+    """Of the standard streams, those that are closed are the null device."""
+    for name, mode in ("stdin", "r"), ("stdout", "w"), ("stderr", "w"):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, mode))  # noqa: SIM115
 
 
 async def _run(arguments: argparse.Namespace) -> int:

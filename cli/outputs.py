@@ -17,27 +17,37 @@ def require_writable(files: Mapping[str, str | None]) -> None:
         if name is None:
             continue
         path = Path(name)
-        with _explained(option, name):
+        with explained(option, name):
             if path.exists() and not path.is_file() and not path.is_dir():
                 continue  # such as /dev/stdout, which several may share, and a pipe, which would block
-            found = path.exists()
-            with path.open("ab"):
-                pass
-            if not found:
-                path.unlink()
+            _write_nothing(path)
         other = seen.setdefault(path.resolve(), option)
         if other != option:
             raise ConfigError(f"{option}: {name} is the file of {other} too")
 
 
+def _write_nothing(path: Path) -> None:
+    """Writes a byte, since a full disk takes empty files, and removes it."""
+    is_new = not path.exists()
+    with path.open("ab", buffering=0) as file:
+        size = file.tell()
+        try:
+            file.write(b"\n")
+        finally:
+            file.truncate(size)
+            if is_new:
+                path.unlink()
+
+
 def write_text(option: str, name: str, text: str) -> None:
     """Writes a file. Raises ConfigError naming the option."""
-    with _explained(option, name):
+    with explained(option, name):
         Path(name).write_text(text)
 
 
 @contextmanager
-def _explained(option: str, name: str) -> Iterator[None]:
+def explained(option: str, name: str) -> Iterator[None]:
+    """Raises ConfigError naming the option, where its file cannot be written."""
     try:
         yield
     except (OSError, ValueError) as error:  # a ValueError is a NUL in the name

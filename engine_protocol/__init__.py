@@ -6,6 +6,7 @@
 | multiplex/ | many engine calls to one worker over one stream |
 | leases | a lease on another worker's blocks: renewal and release |
 | sampling_rules | checks of sampling parameters |
+| drawing_rules | checks of pictures and clips to draw |
 | roles | the roles of workers, one declaration each |
 | prefix_hash | the hash chain of a prompt's blocks, by which workers and routers name them |
 | timing_profile | the measured speed of a model, and its file |

@@ -8,10 +8,10 @@ import structlog
 from router.config import RouterConfig
 from router.processes.supervisor import supervise
 from runtime.garbage import exempt_living_objects, return_large_memory
-from runtime.logs import configure_logging
-from runtime.monitor import serve_monitor
 from runtime.process import run
 from runtime.settings import Process
+from runtime.telemetry.logs import configure_logging
+from runtime.telemetry.monitor import serve_monitor
 from runtime.threads import switch_often
 
 log = structlog.get_logger(__name__)

@@ -13,7 +13,7 @@ from rpc.server import ConnectionLimits, ServerKind, default_server
 from rpc.tracing.exporter import TracingConfig
 from runtime.config import Section
 from runtime.entropy import token_hex
-from runtime.logs import LogConfig
+from runtime.telemetry.logs import LogConfig
 
 Fairness = Literal["weighted", "strict", "none"]
 

@@ -10,7 +10,7 @@ from router.context import RequestContext, RequestTable
 from router.telemetry.request_metrics import RequestMetrics
 from router.telemetry.spans import set_result_attributes
 from rpc.tracing.span import Span, current_span, stage_span
-from runtime.logs import add_log_fields
+from runtime.telemetry.logs import add_log_fields
 
 
 class RunningRequests:

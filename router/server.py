@@ -45,7 +45,7 @@ from rpc.server import Server, Service, SharedLimits, serve
 from rpc.tracing.tracer import Tracer, configure_tracing
 from runtime.aio import ungrouped
 from runtime.lasting import lasting_tasks
-from runtime.monitor import Report, status
+from runtime.telemetry.monitor import Report, status
 
 _INFERENCE = inference_service_pb2.DESCRIPTOR.services_by_name["InferenceService"].full_name
 _CLUSTER = cluster_service_pb2.DESCRIPTOR.services_by_name["ClusterService"].full_name

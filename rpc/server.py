@@ -40,8 +40,8 @@ from rpc.timeouts import CLEANUP_SECONDS, MIN_PING_SECONDS
 from rpc.tracing.tracer import NO_TRACER, Tracer
 from runtime.aio import run_to_completion
 from runtime.config import Section
-from runtime.metrics import REGISTRY
 from runtime.network import split_address
+from runtime.telemetry.metrics import REGISTRY
 
 log = structlog.get_logger(__name__)
 

@@ -28,6 +28,7 @@ from baton.errors import (
     Overloaded,
     PermissionDenied,
     QuotaExceeded,
+    QuotaUnavailable,
     RequestExists,
     RequestNotFound,
     RoleMismatch,
@@ -43,7 +44,7 @@ from baton.errors import (
     Unavailable,
     Unsupported,
 )
-from runtime.logs import log_fields
+from runtime.telemetry.logs import log_fields
 
 # Subclasses that are not listed have their parent's code.
 CODES: dict[type[BatonError], StatusCode] = {
@@ -140,7 +141,7 @@ def _details(error: BatonError) -> Iterator[Message]:
             if error.subject or isinstance(error, QuotaExceeded):
                 yield _quota_failure(error.subject, error.message)
             yield _retry_info(error.retry_after_seconds)
-        case RouterStarting():
+        case RouterStarting() | QuotaUnavailable():
             yield _retry_info(error.retry_after_seconds)
 
 

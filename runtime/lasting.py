@@ -8,7 +8,7 @@ from contextlib import asynccontextmanager
 import structlog
 
 from runtime.aio import TaskGroup
-from runtime.metrics import counter
+from runtime.telemetry.metrics import counter
 
 log = structlog.get_logger(__name__)
 

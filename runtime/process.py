@@ -14,7 +14,7 @@ from baton.errors import ConfigError, EngineFailed
 from baton_http2.sockets.descriptors import raise_limit
 from runtime.aio import leaf_errors
 from runtime.garbage import collect_rarely, collected_as_memory_grows, exempt_living_objects
-from runtime.metrics import watched_event_loop
+from runtime.telemetry.metrics import watched_event_loop
 
 try:
     from uvloop import run as run_in_loop

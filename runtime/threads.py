@@ -21,6 +21,8 @@ Value = TypeVar("Value")
 _SWITCH_SECONDS: Final = 0.001
 _CALLS_A_TURN: Final = 32
 _IDS_A_TURN: Final = 32 * 1024
+# Working on more ids takes the event loop over a millisecond.
+_MANY_IDS: Final = 16 * 1024
 _calls = count(1)
 
 
@@ -50,6 +52,11 @@ def in_pieces(ids: Sequence[int]) -> Iterator[Sequence[int]]:
     """Slices of token ids, between which other threads may run: of a message, a million at once take 40 ms."""
     for start in range(0, len(ids), _IDS_A_TURN):
         yield ids[start : start + _IDS_A_TURN]
+
+
+async def of_many(count: int, work: Callable[[], Value]) -> Value:
+    """Calls `work`, which looks at so many token ids: if they are many, in a thread, beside the event loop."""
+    return work() if count <= _MANY_IDS else await asyncio.to_thread(work)
 
 
 def _is_on_loop() -> bool:

@@ -10,10 +10,10 @@ from typing import Any
 
 from baton.errors import ConfigError, EngineFailed
 from runtime.garbage import exempt_living_objects
-from runtime.logs import configure_logging
-from runtime.monitor import MonitorServer, serve_monitor
 from runtime.process import run
 from runtime.settings import Process
+from runtime.telemetry.logs import configure_logging
+from runtime.telemetry.monitor import MonitorServer, serve_monitor
 from services.config import WorkerConfig
 from services.engines.registry import describe, follow
 from services.keeper.client import KeeperClient

@@ -17,7 +17,7 @@ from rpc.server import ConnectionLimits, ServerKind, default_server
 from rpc.tracing.exporter import TracingConfig
 from runtime.config import Section
 from runtime.entropy import token_hex
-from runtime.logs import LogConfig
+from runtime.telemetry.logs import LogConfig
 from services.engines.context import EngineConfig
 from services.engines.registry import read_engine_config
 from services.engines.simulated.config import SimulatedConfig

@@ -10,7 +10,8 @@ from baton.engine.v1 import worker_pb2, worker_pb2_grpc
 from baton.errors import Unsupported
 from baton.inference.v1 import cluster_service_pb2, media_pb2, model_pb2, timing_pb2
 from runtime.clock import monotonic
-from services.engines.base import DrawingRules, EngineLoad, ImageRules, MemoryTiers, ModelFacts
+from services.diffuse import image_generation
+from services.engines.base import EngineLoad, ImageRules, MemoryTiers, ModelFacts
 from services.engines.kv_events import KvChange, KvChanged, KvRemoved, KvSnapshot, KvStored, in_pieces
 from services.handoff.leases import LeaseTable
 from services.handoff.service import layout_message
@@ -206,7 +207,7 @@ def _model_card(facts: ModelFacts) -> worker_pb2.ModelCard:
         images=_image_rules(facts.images) if facts.images else None,
         embedding=model_pb2.EmbeddingRules(**asdict(facts.embedding)) if facts.embedding else None,
         engine_settings=dict(facts.settings),
-        image_generation=_image_generation(facts.drawing) if facts.drawing else None,
+        image_generation=image_generation(facts.drawing) if facts.drawing else None,
     )
 
 
@@ -232,12 +233,6 @@ def _image_rules(rules: ImageRules) -> worker_pb2.ImageRules:
         embedding_layout_digest=rules.embedding_layout.digest,
         encoder_fingerprint=rules.encoder_fingerprint,
     )
-
-
-def _image_generation(rules: DrawingRules) -> model_pb2.ImageGeneration:
-    values = asdict(rules)
-    clips = values.pop("clips")
-    return model_pb2.ImageGeneration(**values, video=model_pb2.VideoGeneration(**clips) if clips else None)
 
 
 def _load_message(load: EngineLoad, shed: int, kept: KeptUsage) -> cluster_service_pb2.WorkerLoad:

@@ -17,11 +17,11 @@ from rpc.tracing.span import current_span, optional_attempt
 from runtime.clock import perf_counter
 from services.engines.answer import Finished, FinishReason, Tokens
 from services.engines.base import Engine
-from services.engines.generation import Generation
 from services.engines.journal.journal import RecoveredDecode
 from services.engines.journal.slots import Slot
 from services.engines.kv import PulledKv, Reservation
 from services.engines.prompt import Prompt, Sampling
+from services.engines.running.generation import Generation
 from services.handoff import spans as traces
 from services.handoff.borrowing import PrefixBorrower, PrefixSource, read_source
 from services.handoff.destinations import Allocator
@@ -76,14 +76,14 @@ class DecodeServicer(decode_pb2_grpc.DecodeServiceServicer):
         with self._calls.run("decode", request.request_id, request.model, context.invocation_metadata()) as call:
             assert self._decoder is not None
             call.stage = timing_pb2.STAGE_HANDOFF_WAIT
-            prompt = self._media.with_inline_embeddings(read_prompt(request), read_spans(request.prompt))
+            prompt = await self._without_pulls(request)
             return await self._decoder.allocator.allocate(request, prompt, read_sampling(request.sampling), context)
 
     async def Prefetch(self, request: decode_pb2.PrefetchRequest, context: Any) -> decode_pb2.PrefetchResponse:
         metadata = context.invocation_metadata()
         with optional_attempt(), self._calls.run("prefetch", request.request_id, request.model, metadata) as call:
             assert self._decoder is not None
-            prompt = self._media.with_inline_embeddings(read_prompt(request), read_spans(request.prompt))
+            prompt = await self._without_pulls(request)
             return await self._decoder.prefetch(read_followed(request), prompt, call)
 
     # Writes instead of yielding: a call that is stopped while it writes is then stopped within `run`.
@@ -143,9 +143,20 @@ class DecodeServicer(decode_pb2_grpc.DecodeServiceServicer):
             assert self._decoder is not None
             await call.faults.inject("warm")
             call.faults = NO_FAULTS  # the others are planned for the decode
-            prompt = self._media.with_inline_embeddings(read_prompt(request), read_spans(request.prompt))
+            prompt = await self._without_pulls(request)
             num_bytes = await self._decoder.warmer.warm(read_handoff(request.handoff), prompt, call)
         return decode_pb2.WarmResponse(num_bytes=num_bytes)
+
+    async def _without_pulls(
+        self,
+        request: decode_pb2.AllocateRequest
+        | decode_pb2.DecodeRequest
+        | decode_pb2.PrefetchRequest
+        | decode_pb2.WarmRequest,
+    ) -> Prompt:
+        """The prompt with the embeddings that the request contains."""
+        given = await read_prompt(request, self._media.facts)
+        return self._media.with_inline_embeddings(given, read_spans(request.prompt))
 
     def _readers(self, request: decode_pb2.YieldRequest | decode_pb2.LendBlocksRequest) -> frozenset[str]:
         """The certificates that may read a decode's KV, this worker's too; any caller may, if there are none."""
@@ -176,7 +187,7 @@ class DecodeServicer(decode_pb2_grpc.DecodeServiceServicer):
                 reservation = left.reservation()
                 if reservation is None:
                     await release(left.decode)
-                prompt = self._media.with_inline_embeddings(read_prompt(left.request), read_spans(left.request.prompt))
+                prompt = await self._without_pulls(left.request)
                 sampling = read_sampling(left.request.sampling)
                 work = DecodeWork(stream.kept.request_id, prompt, sampling, None, reservation=reservation)
                 await self._generate(stream, work, call)
@@ -205,15 +216,15 @@ class DecodeServicer(decode_pb2_grpc.DecodeServiceServicer):
         return self._calls.run("decode", request.request_id, request.model, metadata, is_return=is_return)
 
     async def _read(self, request: decode_pb2.DecodeRequest, clock: CallClock) -> "DecodeWork":
-        given, spans = read_prompt(request), read_spans(request.prompt)
         sampling = read_sampling(request.sampling)
         if request.HasField("handoff"):
-            prompt = self._media.with_inline_embeddings(given, spans)
+            prompt = await self._without_pulls(request)
             handoff = read_handoff(request.handoff)
             return DecodeWork(request.request_id, prompt, sampling, handoff, request.destination_id)
         if request.destination_id:
             raise InvalidRequest.of("destination_id", "comes without a handoff")
-        prompt = await self._media.with_embeddings(given, spans, clock)
+        given = await read_prompt(request, self._media.facts)
+        prompt = await self._media.with_embeddings(given, read_spans(request.prompt), clock)
         return DecodeWork(request.request_id, prompt, sampling, handoff=None, source=read_source(request))
 
 
@@ -282,7 +293,7 @@ class Decoder:
 
     async def prefetch(self, followed: Followed, prompt: Prompt, call: RunningCall) -> decode_pb2.PrefetchResponse:
         """Pulls blocks of a prompt that is being computed, for its decode. Raises as Prefetcher.run does."""
-        check_limits(self._engine.facts, prompt, Sampling(max_tokens=1))
+        await check_limits(self._engine.facts, prompt, Sampling(max_tokens=1))
         require_lora(self._engine, prompt)
         return await self._puller.prefetcher.run(followed, prompt, call)
 
@@ -295,7 +306,7 @@ class Decoder:
 
         Closing it, or cancelling the task that reads it, frees everything on both workers.
         """
-        check_limits(self._engine.facts, work.prompt, work.sampling)
+        await check_limits(self._engine.facts, work.prompt, work.sampling)
         require_lora(self._engine, work.prompt)
         await call.faults.inject("queue")
         async with self._prepared(work, call) as prepared:

@@ -3,11 +3,13 @@
 import asyncio
 from collections.abc import AsyncIterator, Iterator
 from contextlib import aclosing, asynccontextmanager
+from dataclasses import asdict
 from typing import Any
 
 from baton.engine.v1 import diffuse_pb2, diffuse_pb2_grpc
 from baton.errors import DeadlineUnreachable
-from baton.inference.v1 import image_pb2, video_pb2
+from baton.inference.v1 import image_pb2, model_pb2, video_pb2
+from engine_protocol.drawing_rules import check_clip, check_options
 from rpc.interceptors.calls import arrived_at
 from rpc.metadata import remaining_seconds
 from rpc.server import Service
@@ -84,29 +86,22 @@ def _drawings(request: diffuse_pb2.DiffuseRequest, diffuser: Diffuser, seconds: 
 
 def _check(request: diffuse_pb2.DiffuseRequest, rules: DrawingRules) -> None:
     """The router has checked the options by the same rules, unless this worker's are others."""
-    violations, options = Violations(), request.options
+    violations, limits = Violations(), image_generation(rules)
+    violations.require(bool(request.seeds), "seeds", "is empty")
     violations.count("seeds", len(request.seeds), rules.max_number)
-    characters = max(len(options.prompt), len(options.negative_prompt))
-    violations.require(characters <= rules.max_prompt_characters, "options.prompt", f"has {characters} characters")
-    width, height = options.width or rules.width, options.height or rules.height
-    violations.require(width * height <= rules.max_pixels, "options.width", f"{width} x {height} are too many pixels")
-    fits = width % rules.size_multiple == 0 and height % rules.size_multiple == 0
-    violations.require(fits, "options.width", f"width and height must be multiples of {rules.size_multiple}")
-    violations.number("options.steps", options.steps or rules.steps, 1, rules.max_steps)
+    check_options(request.options, limits, violations)
     if request.HasField("video"):
-        _check_clip(request.video, rules.clips, violations)
+        violations.require(rules.clips is not None, "video", "this worker's model draws no clips")
+        if rules.clips is not None:
+            check_clip(request.video, request.options, limits, violations)
     violations.raise_any()
 
 
-def _check_clip(video: video_pb2.VideoOptions, rules: ClipRules | None, violations: Violations) -> None:
-    if rules is None:
-        violations.require(False, "video", "this worker's model draws no clips")
-        return
-    frames = video.frames or rules.frames
-    violations.number("video.frames", frames, 1, rules.max_frames)
-    violations.require((frames - 1) % rules.frame_multiple == 0, "video.frames", f"{frames} cannot be drawn")
-    is_written = rules.mp4 or video.format != video_pb2.VIDEO_FORMAT_MP4
-    violations.require(is_written, "video.format", "MP4 cannot be written by this worker")
+def image_generation(rules: DrawingRules) -> model_pb2.ImageGeneration:
+    """The rules as clients and routers have them."""
+    values = asdict(rules)
+    clips = values.pop("clips")
+    return model_pb2.ImageGeneration(**values, video=model_pb2.VideoGeneration(**clips) if clips else None)
 
 
 def _clip(video: video_pb2.VideoOptions, rules: ClipRules) -> ClipOptions:

@@ -56,7 +56,7 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServiceServicer):
     async def Prefill(self, request: prefill_pb2.PrefillRequest, context: Any) -> prefill_pb2.PrefillResponse:
         with self._calls.run("prefill", request.request_id, request.model, context.invocation_metadata()) as call:
             assert self._prefiller is not None
-            given, sampling = read_prompt(request), read_sampling(request.sampling)
+            given, sampling = await read_prompt(request, self._media.facts), read_sampling(request.sampling)
             prompt = await self._media.with_embeddings(given, read_spans(request.prompt), call.clock)
             prefilled = await self._prefiller.prefill(_holder(request), prompt, sampling, call, read_source(request))
         return self._prefiller.respond(prefilled, context)
@@ -114,7 +114,7 @@ class Prefiller:
 
         `source` is another worker that may have its beginning.
         """
-        check_limits(self._engine.facts, prompt, sampling)
+        await check_limits(self._engine.facts, prompt, sampling)
         require_lora(self._engine, prompt)
         await call.faults.inject("queue")
         await self._borrower.borrow(source, prompt, call)
@@ -146,7 +146,7 @@ class Prefiller:
         """The prompt for a reader that follows it; None if the engine does not tell of its progress."""
         if self._engine.progress is None or holder.destination is not None:
             return nullcontext()
-        return self._prompts.computing(holder.request_id, len(prompt.context), holder.certificates)
+        return self._prompts.computing(holder.request_id, prompt.num_tokens, holder.certificates)
 
     async def _computed(
         self, destination: bytes | None, prompt: Prompt, sampling: Sampling, progress: PromptInProgress | None

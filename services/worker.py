@@ -17,7 +17,7 @@ from baton.errors import Draining, EngineFailed
 from rpc.health import Health
 from runtime.aio import run_with_background, wait_until_done
 from runtime.clock import monotonic
-from runtime.monitor import Report, status
+from runtime.telemetry.monitor import Report, status
 from services.engines.base import Engine, EngineLoad
 from services.handoff.leases import LeaseTable
 from services.identity import Identity, WorkerRegistration

@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 
 import pytest
+from support import at_once
 from support.cluster.server_kind import choose_server
 from support.engines import trtllm
 from support.engines.device import share_the_machine
@@ -25,6 +26,11 @@ LONGEST = (
     "tests/faults/test_lost_routers.py",
     "tests/faults/test_moves.py",
 )
+
+
+def pytest_xdist_auto_num_workers() -> int:
+    """The number of processes for `-n auto`."""
+    return at_once.here()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

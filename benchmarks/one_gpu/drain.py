@@ -81,9 +81,9 @@ class Streams:
 
 
 async def gathered(client: AsyncClient, streams: Streams) -> None:
-    """Moves all answers to the worker that will be drained."""
+    """Moves all answers to the worker that will be drained. What a worker says that it runs may be of a moment ago."""
     await streams.begun(1)
-    while await running(client, _OTHER):
+    while await running(client, _DRAINED) < len(streams.answers):
         await client.move_streams(_OTHER)
         await asyncio.sleep(0.2)
 

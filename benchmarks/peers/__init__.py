@@ -10,6 +10,7 @@
 | edge | Envoy before a router |
 | workers | Baton's workers, with simulated engines |
 | engine | the workers of routers that relay bytes: an HTTP engine whose answers are ready-made |
+| grpc_engine | the workers of smg's way by gRPC |
 | cores | which core each process runs on |
 | clients | the load |
 | lost_router | streams that are lost with their router |

@@ -76,7 +76,7 @@ def main() -> None:
     import uvloop
 
     from runtime.garbage import collect_rarely
-    from runtime.logs import configure_logging
+    from runtime.telemetry.logs import configure_logging
 
     configure_logging("json", "info")
     collect_rarely()

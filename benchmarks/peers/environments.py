@@ -41,6 +41,10 @@ class Environment:
         """Its interpreter."""
         return folder / self.name / "bin" / "python"
 
+    def modules(self, folder: Path) -> Path:
+        """The folder of its packages."""
+        return next((folder / self.name / "lib").glob("python*/site-packages"))
+
     def version(self, package: str) -> str:
         """The pinned version of one of its packages."""
         pins = dict(each.split("==") for each in (*self.alone, *self.packages) if "==" in each)
@@ -63,7 +67,8 @@ class Environment:
 
 
 HTTP = Environment("http", packages=("vllm-router==0.1.17", "sglang-router==0.3.2"))
-SMG = Environment("smg", packages=("smg==1.13.0",))
+# smg-grpc-proto has the messages of its way to engines by gRPC.
+SMG = Environment("smg", packages=("smg==1.13.0", "smg-grpc-proto==0.4.28"))
 DYNAMO = Environment(
     "dynamo",
     alone=("ai-dynamo==1.6.1", "ai-dynamo-runtime==1.6.1"),

@@ -19,8 +19,9 @@ figures medians of the rounds.
 
 - Baton tokenizes (one token a byte), prefills and decodes on different workers, detokenizes, checks admission,
   keeps metrics and traces a tenth of the requests. Its workers are `server: http2`.
-- vllm-router, sglang-router and smg relay the bytes of an HTTP engine whose answers are ready-made. The first two do
-  not tokenize; smg has no tokenizer here, and its way to engines by gRPC is not measured.
+- vllm-router, sglang-router and smg relay the bytes of an HTTP engine whose answers are ready-made, and do not
+  tokenize. `smg (gRPC)` tokenizes (one token a byte), prefills and decodes by its protocol for vLLM's engine, and
+  detokenizes; its workers have ready-made answers, too, and `grpc.aio`.
 - Dynamo tokenizes, prefills, decodes and detokenizes, before its own mocker. That has the pace of the other
   engines, but its own way to it: the CPU can be compared, the TTFT cannot, since the mocker's first token takes
   steps of its own.

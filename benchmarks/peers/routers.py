@@ -20,6 +20,7 @@ from benchmarks.peers.cores import Cores, on_cores, running, stop
 from benchmarks.peers.dynamo import dynamo
 from benchmarks.peers.edge import envoy
 from benchmarks.peers.environments import DYNAMO, HTTP, SMG, Environment
+from benchmarks.peers.grpc_engine import write_tokenizer
 from cli.local.ports import free_port
 from discovery.record import WorkerRecord
 from rpc.server import ServerKind
@@ -145,10 +146,11 @@ class Relay:
     options: tuple[str, ...]
     prefill_port: tuple[str, ...] = ()  # that a prefill engine would tell its partner
     served: str = ""
+    scheme: str = "http"
 
-    def command(self, bench: Bench, port: int) -> list[str]:
+    def command(self, bench: Bench, port: int, engines: Sequence[int]) -> list[str]:
         """With prefill and decode apart."""
-        prefill, decode = (f"http://127.0.0.1:{engine}" for engine in bench.engines)
+        prefill, decode = (f"{self.scheme}://127.0.0.1:{engine}" for engine in engines)
         listening = ["--host", "127.0.0.1", "--port", str(port), "--prometheus-port", str(free_port())]
         workers = ["--prefill", prefill, *self.prefill_port, "--decode", decode]
         return [str(self.environment.python(bench.folder)), "-m", self.module, *self.options, *workers, *listening]
@@ -156,7 +158,7 @@ class Relay:
     @property
     def router(self) -> Router:
         """What it is before it has started."""
-        version = self.environment.version(self.name)
+        version = self.environment.version(self.name.partition(" ")[0])
         return Router(self.name, None, {}, None, served=self.served, version=version)
 
 
@@ -172,6 +174,7 @@ _RELAYS: Final = (
         served=PACED,
     ),
 )
+_SMG_BY_GRPC: Final = replace(_RELAYS[-1], name="smg (gRPC)", scheme="grpc")
 
 
 @asynccontextmanager
@@ -180,7 +183,8 @@ async def relay(bench: Bench, which: Relay, ways: Sequence[str]) -> AsyncIterato
     if not which.environment.is_complete(bench.folder):
         raise OSError("it is not installed; see benchmarks/peers/environments.py")
     port = free_port()
-    async with running(which.command(bench, port), bench.log, bench.cores.router) as process:
+    command = which.command(bench, port, bench.engines)
+    async with running(command, bench.log, bench.cores.router) as process:
         await _models(port, (which.served,) if which.served else (), process=process)
         direct = HttpClient(bench.engines[1])
         address = f"127.0.0.1:{port}"
@@ -190,6 +194,29 @@ async def relay(bench: Bench, which: Relay, ways: Sequence[str]) -> AsyncIterato
                 yield router
         finally:
             direct.close()
+
+
+@asynccontextmanager
+async def smg_by_grpc(bench: Bench, ways: Sequence[str]) -> AsyncIterator[Router]:
+    """smg before engines of its own protocol, for which it tokenizes. Raises OSError if it does not start."""
+    which = _SMG_BY_GRPC
+    if not which.environment.is_complete(bench.folder):
+        raise OSError("it is not installed; see benchmarks/peers/environments.py")
+    port, model, steps = free_port(), (bench.folder / "smg-model").resolve(), bench.folder / "grpc-steps"
+    write_tokenizer(model)
+    stubs = which.environment.modules(bench.folder)
+    ports = (free_port(), free_port())
+    async with AsyncExitStack() as stack:
+        for role, engine in zip(("prefill", "decode"), ports, strict=True):
+            module = [sys.executable, "-m", "benchmarks.peers.grpc_engine"]
+            command = [*module, role, str(engine), str(steps), str(stubs), str(model)]
+            await stack.enter_async_context(running(command, bench.log, bench.cores.others))
+            await _listens(engine)
+        command = [*which.command(bench, port, ports), "--model-path", str(model)]
+        process = await stack.enter_async_context(running(command, bench.log, bench.cores.router))
+        await _models(port, (which.served,), process=process)
+        router = replace(which.router, pid=process.pid, steps=steps, address=f"127.0.0.1:{port}")
+        yield await stack.enter_async_context(_http(bench, router, port, ways, which.served))
 
 
 @asynccontextmanager
@@ -235,8 +262,22 @@ def direct_to_engine(bench: Bench) -> Router:
 # How the routers of other projects are started.
 PEERS: Final[dict[str, Callable[[Bench, Sequence[str]], Any]]] = {
     **{each.name: lambda bench, ways, each=each: relay(bench, each, ways) for each in _RELAYS},
+    "smg-grpc": smg_by_grpc,
     "dynamo": dynamo_frontend,
 }
+
+
+async def _listens(port: int) -> None:
+    """Waits until a server listens. Raises TimeoutError."""
+    async with timeout(_PATIENCE_SECONDS):
+        while True:
+            try:
+                _, writer = await asyncio.open_connection("127.0.0.1", port)
+            except OSError:
+                await asyncio.sleep(0.1)
+            else:
+                writer.close()
+                return
 
 
 async def _models(port: int, names: Sequence[str] = (), process: "subprocess.Popen[bytes] | None" = None) -> None:

@@ -18,8 +18,8 @@ from benchmarks.router_overhead import Client, cpu_seconds, run_workers
 from benchmarks.telemetry.variants import CONTROL, OFF, ROUNDS, Comparison, Variant
 from discovery.record import WorkerRecord
 from router.config import RouterConfig
-from runtime.metrics import watched_event_loop
-from runtime.monitor import serve_monitor
+from runtime.telemetry.metrics import watched_event_loop
+from runtime.telemetry.monitor import serve_monitor
 
 ON = "on"
 NAMES = (OFF, CONTROL, ON)

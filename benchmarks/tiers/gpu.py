@@ -111,12 +111,12 @@ async def measure_resuming(engine: PyTorchEngine, options: argparse.Namespace) -
         await first_token(engine, each)
     for length in (options.prompt // part for part in options.parts):
         asked, computing = prompt(length, length), list[float]()
-        for number in range(3):
+        right = (await first_token(engine, asked))[1]
+        for number in range(options.rounds):
+            await evict(engine)  # and the same pause as before a load
             computing.append((await first_token(engine, prompt(length, length + 1 + number)))[0])
-        seconds, right, _ = await first_token(engine, asked)
-        computing.append(seconds)
         resumed: dict[str, list[float]] = {"into free blocks": [], "while as much goes down": []}
-        good = 0
+        good = loaded = 0
         for _ in range(options.rounds):
             for name, found in resumed.items():
                 await evict(engine)
@@ -125,12 +125,22 @@ async def measure_resuming(engine: PyTorchEngine, options: argparse.Namespace) -
                         await first_token(engine, each)
                 seconds, ids, cached = await first_token(engine, asked)
                 found.append(seconds)
-                good += ids == right and cached >= length - _BLOCK_TOKENS
+                good += ids == right
+                loaded += cached >= length - _BLOCK_TOKENS
         computed = statistics.median(computing)
         for name, found in resumed.items():
             middle = statistics.median(found)
             say("resume", tokens=length, load=name, compute_s=computed, resume_s=middle, ratio=middle / computed)
-        say("resume", tokens=length, right=f"{good} of {2 * options.rounds}")
+        count = 2 * options.rounds
+        tiers = await engine._loop.call(lambda core: core.tiers)
+        assert tiers is not None
+        blocks = length // _BLOCK_TOKENS
+        predicted = {
+            "predicted_load_s": tiers.rates.load_seconds(KvTier.HOST, blocks),
+            "predicted_compute_s": tiers.rates.compute_seconds(blocks),
+            "step_s": tiers.rates._step_seconds,
+        }
+        say("resume", tokens=length, right=f"{good} of {count}", loaded=f"{loaded} of {count}", **predicted)
 
 
 class StepTimes:
@@ -143,7 +153,7 @@ class StepTimes:
         scheduler._start = self._timed("admission", scheduler._start)  # type: ignore[method-assign]
         core._pool.allocate = self._timed("allocation", core._pool.allocate)  # type: ignore[method-assign]
         loads.begin = self._timed("start of a load", loads.begin)  # type: ignore[method-assign]
-        loads._finish = self._timed("end of a load", loads._finish)  # type: ignore[method-assign]
+        loads.finished = self._timed("parts of loads", loads.finished)  # type: ignore[method-assign]
 
     def _timed(self, name: str, run: Any) -> Any:
         taken = self._taken.setdefault(name, [])
@@ -175,6 +185,7 @@ async def measure_streams(engine: PyTorchEngine, options: argparse.Namespace) ->
     seconds = 1.0 if TINY else 3.0
 
     steps = await engine._loop.call(StepTimes)
+    besides = ["alone", *options.beside]
 
     async def gaps(beside: str, pause: float) -> tuple[list[float], list[float], float]:
         """All gaps in ms, those of them without the step that computes the rest of a prompt, and the mean TTFT."""
@@ -207,13 +218,15 @@ async def measure_streams(engine: PyTorchEngine, options: argparse.Namespace) ->
 
     for each in reversed(long):
         await first_token(engine, each)
-    rounds: dict[str, list[tuple[list[float], list[float], float]]] = {"alone": [], "loads": [], "in the pool": []}
+    rounds: dict[str, list[tuple[list[float], list[float], float]]] = {name: [] for name in besides}
     for _ in range(2):
-        rounds["alone"].append(await gaps("alone", 0.0))
-        rounds["loads"].append(await gaps("loads", 0.0))
-        await first_token(engine, long[0])
-        # As many prompts a second: what the load takes is waited for.
-        rounds["in the pool"].append(await gaps("in the pool", rounds["loads"][-1][2]))
+        pause = 0.0
+        for name in besides:
+            if name == "in the pool":
+                await first_token(engine, long[0])
+            rounds[name].append(await gaps(name, pause))
+            # As many prompts a second: what the load takes is waited for.
+            pause = rounds[name][-1][2] if name == "loads" else pause
     alone = sorted(each for found, _, _ in rounds["alone"] for each in found)
     for name, measured in rounds.items():
         every = [each for found, _, _ in measured for each in found]
@@ -335,6 +348,7 @@ def main() -> None:
     parser.add_argument("--prompt", type=int, default=1024 if TINY else 32_000, help="tokens")
     parser.add_argument("--rounds", type=int, default=2 if TINY else 4)
     parser.add_argument("--streams", type=int, default=4 if TINY else 16)
+    parser.add_argument("--beside", nargs="*", default=["loads", "in the pool"], help="beside which streams run")
     parser.add_argument("--folder", type=Path, help="where the disk is")
     parser.add_argument("--parts", type=int, nargs="+", default=[1, 4, 16, 64], help="of the prompt that are resumed")
     parser.add_argument("--only", default="empty,copies,resume,streams,disk")

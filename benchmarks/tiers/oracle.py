@@ -17,40 +17,44 @@ class Returns:
     def __init__(self) -> None:
         self._at: dict[str, float] = {}
         self._sessions: defaultdict[bytes, set[str]] = defaultdict(set)
+        self._blocks: defaultdict[str, set[bytes]] = defaultdict(set)
+        self._next: dict[bytes, float] = {}
 
     def sent(self, session: str, hashes: Sequence[bytes]) -> None:
         """Notes the blocks of a session, which are in use now."""
-        self._at[session] = 0.0
+        self._blocks[session].update(hashes)
         for block_hash in hashes:
             self._sessions[block_hash].add(session)
+        self.returns(session, 0.0)
 
     def returns(self, session: str, at: float) -> None:
         """Notes when a session comes back."""
         self._at[session] = at
+        self._refresh(self._blocks[session])
 
     def ended(self, session: str) -> None:
         """Notes that a session does not come back."""
         self._at.pop(session, None)
+        blocks = self._blocks.pop(session, set())
+        for block_hash in blocks:
+            self._sessions[block_hash].discard(session)
+        self._refresh(blocks)
 
     def last_used(self, hashes: Iterable[bytes]) -> bytes:
         """Of some blocks, the first that is not used again, or else the one that is used again last."""
-        latest, found = -1.0, b""
-        for block_hash in hashes:
-            at = self.next_use(block_hash)
-            if at > latest:
-                latest, found = at, block_hash
-            if at == _NEVER:
-                break
-        return found
+        return max(hashes, key=self.next_use)
 
     def next_use(self, block_hash: bytes) -> float:
         """The earliest use of a block; infinity if there is none."""
-        sessions = self._sessions.get(block_hash)
-        if not sessions:
-            return _NEVER
-        for gone in [each for each in sessions if each not in self._at]:
-            sessions.discard(gone)
-        return min((self._at[each] for each in sessions), default=_NEVER)
+        return self._next.get(block_hash, _NEVER)
+
+    def _refresh(self, hashes: Iterable[bytes]) -> None:
+        for block_hash in hashes:
+            uses = [self._at[session] for session in self._sessions[block_hash]]
+            if uses:
+                self._next[block_hash] = min(uses)
+            else:
+                self._next.pop(block_hash, None)
 
 
 class OracleOrder(EvictionOrder):

@@ -190,7 +190,10 @@ async def _read_line() -> str | None:
     def read() -> None:
         try:
             found: str | None = input("> ") if sys.stdin.isatty() else _piped_line()
-        except (EOFError, UnicodeDecodeError):
+        except EOFError:
+            found = None
+        except (OSError, UnicodeDecodeError) as error:
+            errors().print(f"standard input cannot be read: {error}")
             found = None
         loop.call_soon_threadsafe(resolve, found)
 

@@ -11,7 +11,7 @@ from devtools.trace_viewer.api import open_viewer
 from devtools.trace_viewer.contract import VERSION, Verdict, verify
 from devtools.trace_viewer.reading import ReadTrace, fetch
 from devtools.trace_viewer.store import Bounds
-from runtime.logs import configure_logging
+from runtime.telemetry.logs import configure_logging
 
 
 async def serve_traces(arguments: argparse.Namespace) -> int:

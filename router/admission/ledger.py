@@ -21,6 +21,8 @@ _RUNNING_SECONDS = 5.0  # for which a router's number of running requests counts
 _MOST_TENANTS = 10_000
 _LOOKED_AT = 4  # how many are examined for each new tenant, which bounds the cost of one request
 _MOST_SPENT = 2.0**24  # tokens, of one ask
+# For which requests wait for a bucket that began empty: a demand of 0.9 of its rate has then caught up with a second.
+_EMPTY_SECONDS = 10.0
 _BUSY_SECONDS = 1.0  # the advice to retry when too many requests run
 # Of its rate, which a router may give back in a second: one that lies about it gets no more beside its loans.
 _RETURNABLE_SECONDS = 2.0
@@ -166,10 +168,11 @@ class Account:
         running = sum(there.count for there in self.running.values())
         if ask.beginning and self.concurrent and running + ask.beginning > self.concurrent:
             return _refusal(peer_pb2.QUOTA_KIND_CONCURRENT, _BUSY_SECONDS)
+        began_empty = now < self.since + _EMPTY_SECONDS
         if lacking := self.requests.lacks_seconds(ask.requests):
-            return _refusal(peer_pb2.QUOTA_KIND_REQUESTS, lacking)
+            return _refusal(peer_pb2.QUOTA_KIND_REQUESTS, lacking, began_empty=began_empty)
         if lacking := self.tokens.lacks_seconds(ask.tokens):
-            return _refusal(peer_pb2.QUOTA_KIND_TOKENS, lacking)
+            return _refusal(peer_pb2.QUOTA_KIND_TOKENS, lacking, began_empty=began_empty)
         self._note_running(borrower, ask.running + ask.beginning, now)
         if borrower == THIS_ROUTER:
             self.requests.take(ask.requests)
@@ -251,7 +254,7 @@ class Ledger:
                 self._accounts.move_to_end(name)
 
 
-def _refusal(kind: "peer_pb2.QuotaKind.ValueType", seconds: float) -> peer_pb2.QuotaLoan:
-    refusal = peer_pb2.QuotaLoan(exceeded=kind)
+def _refusal(kind: "peer_pb2.QuotaKind.ValueType", seconds: float, *, began_empty: bool = False) -> peer_pb2.QuotaLoan:
+    refusal = peer_pb2.QuotaLoan(exceeded=kind, began_empty=began_empty)
     refusal.retry_after.FromNanoseconds(int(seconds * 1e9))
     return refusal

@@ -28,6 +28,7 @@ class TenantQuota:
     quota: QuotaConfig
     is_limited: bool
     running: int = 0
+    waiting: int = 0  # requests, for a lender or what it lends
     requests: float = 0.0
     tokens: float = 0.0
     expires_at: float = 0.0
@@ -40,7 +41,12 @@ class TenantQuota:
     refusal: tuple[float, QuotaNeed, peer_pb2.QuotaLoan] | None = None  # until when it is repeated
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)
 
+    def seconds_of(self, need: QuotaNeed) -> float:
+        """The time in which the quota allows as much again."""
+        requests = need.requests / (self.quota.requests_per_second or math.inf)
+        return max(requests, need.tokens / (self.quota.tokens_per_second or math.inf))
+
     @property
     def is_idle(self) -> bool:
         """True if nothing would be lost with it."""
-        return not self.running and not self.spent and not self.lock.locked()
+        return not self.running and not self.waiting and not self.spent and not self.lock.locked()

@@ -28,7 +28,7 @@ _CHUNK_SECONDS = 0.1  # of its demand, which a router borrows beside what it nee
 _SETTLE_SECONDS = 0.25  # until what was used beyond a loan is told
 _MOST_SETTLED = 1024  # tenants at once
 _COUNT_SECONDS = 2.0  # after which the number of running requests is told again
-_SOON_SECONDS = 2.0  # in which another router lends, if one does at all: requests wait so long
+_SOON_SECONDS = 2.0  # in which another router lends, if one does at all: requests wait so long, also for its bucket
 _RETRY_SECONDS = 0.1  # between two looks for it
 _REFUSED_SECONDS = 0.05  # for which a refusal, or that no router lends, is repeated without asking
 _WHY = {
@@ -149,11 +149,21 @@ class Quotas:
         """Uses what is lent, or asks for it. Raises QuotaExceeded and QuotaUnavailable."""
         if not tenant.is_limited:
             return
-        while (loan := await self._borrow(tenant, need)) is None:
-            if self._is_allowed_without(tenant):
-                return
-            await asyncio.sleep(_RETRY_SECONDS)
+        ends_at, ahead_seconds = self._clock() + self._wait_seconds, tenant.waiting * tenant.seconds_of(need)
+        tenant.waiting += 1
+        try:
+            while (loan := await self._borrow(tenant, need)) is None or self._refills_by(ends_at - ahead_seconds, loan):
+                if loan is None and self._is_allowed_without(tenant):
+                    return
+                await asyncio.sleep(_RETRY_SECONDS)
+                ahead_seconds = 0.0  # only one that comes may find too many
+        finally:
+            tenant.waiting -= 1
         self._raise_unless(loan, tenant, need)
+
+    def _refills_by(self, time: float, loan: peer_pb2.QuotaLoan) -> bool:
+        """True for the refusal of a lender that began with nothing, if it is over by that time."""
+        return loan.began_empty and self._clock() + _seconds(loan) < time
 
     async def _borrow(self, tenant: TenantQuota, need: QuotaNeed) -> peer_pb2.QuotaLoan | None:
         """The share that is lent here, was lent already, or is lent now; None if no router lends."""
@@ -166,7 +176,8 @@ class Quotas:
         async with tenant.lock:
             if self._use_loan(tenant, need):
                 return _GRANTED
-            self._repeat_refusal(tenant, need)
+            if (refusal := self._last_refusal(tenant, need)) is not None:
+                return refusal
             if self._clock() < tenant.unlent_at + _REFUSED_SECONDS:
                 return None
             return await self._ask(tenant, need)
@@ -267,22 +278,22 @@ class Quotas:
         metrics.REFUSALS.labels(QuotaUnavailable.reason).inc()
         raise QuotaUnavailable(f"no router lends the quota of tenant {tenant.name!r:.140} at the moment")
 
-    def _repeat_refusal(self, tenant: TenantQuota, need: QuotaNeed) -> None:
-        """Raises the last refusal again if it has just been made for no more than this."""
+    def _last_refusal(self, tenant: TenantQuota, need: QuotaNeed) -> peer_pb2.QuotaLoan | None:
+        """The last refusal if it has just been made for no more than this."""
         if tenant.refusal is None:
-            return
+            return None
         until, refused, loan = tenant.refusal
         if self._clock() >= until:
             tenant.refusal = None
         elif refused.requests <= need.requests and refused.tokens <= need.tokens:
-            self._raise_unless(loan, tenant, need)
+            return loan
+        return None
 
     def _raise_unless(self, loan: peer_pb2.QuotaLoan, tenant: TenantQuota, need: QuotaNeed) -> None:
         if loan.granted:
             return
         why = _WHY.get(loan.exceeded, f"the rate of tokens is exceeded by a prompt of {need.tokens}")
-        seconds = loan.retry_after.ToNanoseconds() / 1e9
-        raise _exceeded(tenant.name, why, min(_LONGEST_RETRY_SECONDS, max(0.001, seconds)))
+        raise _exceeded(tenant.name, why, min(_LONGEST_RETRY_SECONDS, max(0.001, _seconds(loan))))
 
     def _note_demand(self, tenant: TenantQuota, need: QuotaNeed) -> None:
         now, demand = self._clock(), tenant.demand
@@ -333,6 +344,10 @@ class Quotas:
                 self._unsettled.pop(name, None)
             else:
                 self._tenants.move_to_end(name)
+
+
+def _seconds(loan: peer_pb2.QuotaLoan) -> float:
+    return float(loan.retry_after.ToNanoseconds() / 1e9)
 
 
 def _exceeded(name: str, why: str, retry_after_seconds: float) -> QuotaExceeded:

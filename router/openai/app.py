@@ -16,7 +16,7 @@ from urllib.parse import unquote
 import structlog
 from opentelemetry.trace import SpanKind
 
-from baton.errors import BatonError
+from baton.errors import BatonError, Draining
 from baton.inference.v1 import generate_pb2
 from baton_http2.input_budget import InputBudget
 from baton_http2.server.methods import Behaviour
@@ -30,6 +30,7 @@ from router.openai.completions import CompletionRequest, EchoedPrompt
 from router.openai.embeddings import EmbeddingsRequest, ModelEndpoints
 from router.openai.errors import HttpRefusal, failure_of, known_error
 from router.openai.exchange import (
+    ENDED_BY_DRAIN,
     MODEL_PATH,
     MODELS_PATH,
     AnswerStream,
@@ -62,7 +63,7 @@ from rpc.tracing.span import entered
 from rpc.tracing.tracer import Tracer
 from runtime.aio import forget_frames
 from runtime.entropy import token_hex
-from runtime.logs import add_log_fields
+from runtime.telemetry.logs import add_log_fields
 
 log = structlog.get_logger(__name__)
 
@@ -340,6 +341,11 @@ def _answer_errors(api: Api, method: str, behaviour: Behaviour) -> Behaviour:
                 await _respond(api, call, known_error(method, error))
             finally:
                 forget_frames(error)
+        except asyncio.CancelledError:
+            if call.cancelled():
+                raise
+            # The server's drain is over, and cancels what still runs.
+            await _respond(api, call, Draining(ENDED_BY_DRAIN))
 
     return guarded
 

@@ -17,6 +17,7 @@ from baton.errors import (
     Overloaded,
     PermissionDenied,
     QuotaExceeded,
+    QuotaUnavailable,
     RequestExists,
     RequestNotFound,
     RouterStarting,
@@ -175,7 +176,7 @@ def failure_of(error: BatonError, names: FieldNames = PLAIN_NAMES) -> ErrorRespo
 def headers_of(error: BatonError) -> tuple[tuple[bytes, bytes], ...]:
     """When to try again, which methods a path has, and how to authenticate."""
     headers: list[tuple[bytes, bytes]] = []
-    if isinstance(error, (Overloaded, QuotaExceeded, RouterStarting)):
+    if isinstance(error, (Overloaded, QuotaExceeded, QuotaUnavailable, RouterStarting)):
         headers.append((b"retry-after", str(max(1, round(error.retry_after_seconds))).encode()))
         headers.append((b"retry-after-ms", str(round(error.retry_after_seconds * 1e3)).encode()))
     if isinstance(error, HttpRefusal) and error.allowed:

@@ -2,12 +2,13 @@
 
 import asyncio
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeAlias, TypeVar
 
 from pydantic import BaseModel
 
-from baton.errors import BatonError, InvalidRequest
+from baton.errors import BatonError, Draining, InvalidRequest
 from baton.inference.v1 import generate_pb2
 from baton_http2.input_budget import InputBudget
 from baton_http2.server.reply import Reply
@@ -21,8 +22,11 @@ from router.workers.text_limits import LongestTexts
 from rpc.interceptors.calls import record_size
 from rpc.interceptors.counting import TextLimits
 from rpc.status import code_of
-from runtime.logs import add_log_fields
+from runtime.aio import timeout
+from runtime.telemetry.logs import add_log_fields
 
+ENDED_BY_DRAIN = "the router ended before the request did"
+_FAIL_SECONDS = 1.0  # for the last event of an answer that a drain cuts
 _LARGE_BODY_BYTES = 4096  # reading a larger one on the event loop would delay other streams
 
 Body = TypeVar("Body", bound=BaseModel)
@@ -121,6 +125,13 @@ async def run_stream(call: HttpCall, stream: FailableStream, work: Coroutine[Any
         add_log_fields(reason=error.reason, error=error.message)
         await stream.fail(error)
         return True
+    except asyncio.CancelledError:
+        if call.response_status and not call.cancelled():
+            # The drain is over; a client that reads learns why its answer ends here.
+            with suppress(asyncio.TimeoutError):
+                async with timeout(_FAIL_SECONDS):
+                    await stream.fail(Draining(ENDED_BY_DRAIN))
+        raise
 
 
 def add_session(call: HttpCall, request: generate_pb2.GenerateRequest) -> None:

@@ -21,10 +21,10 @@ from router.processes.siblings import LinkedSiblings, stop_here
 from router.server import Router, host_router
 from runtime.aio import leaf_errors
 from runtime.garbage import exempt_living_objects, return_large_memory
-from runtime.logs import configure_logging
-from runtime.metrics import NETWORK, REGISTRY
-from runtime.monitor import status
 from runtime.process import run
+from runtime.telemetry.logs import configure_logging
+from runtime.telemetry.metrics import NETWORK, REGISTRY
+from runtime.telemetry.monitor import status
 from runtime.threads import switch_often
 
 log = structlog.get_logger(__name__)

@@ -17,8 +17,8 @@ from router.processes.messages import AnyMessage, Family, LinkLost, ProcessLink
 from rpc.timeouts import CLEANUP_SECONDS
 from runtime.aio import run_to_completion, timeout
 from runtime.clock import monotonic
-from runtime.metrics import counter, gauge
-from runtime.monitor import Report, status
+from runtime.telemetry.metrics import counter, gauge
+from runtime.telemetry.monitor import Report, status
 
 PROCESSES = gauge("baton_router_processes", "Processes of this router that listen.")
 RESTARTS = counter("baton_router_process_restarts_total", "Processes of this router that ended and were replaced.")

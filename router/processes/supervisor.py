@@ -16,9 +16,9 @@ from router.processes.process import PROCESSES, RouterProcess
 from router.processes.siblings import STOP_SECONDS
 from rpc.timeouts import CLEANUP_SECONDS
 from runtime.aio import TaskGroup, timeout, ungrouped
-from runtime.metrics import REGISTRY
-from runtime.monitor import Report, serve_monitor, status
 from runtime.network import reserved_port
+from runtime.telemetry.metrics import REGISTRY
+from runtime.telemetry.monitor import Report, serve_monitor, status
 
 log = structlog.get_logger(__name__)
 

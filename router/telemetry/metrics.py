@@ -6,8 +6,8 @@ from collections.abc import Iterable
 from baton.errors import DeadlineUnreachable, Overloaded, QuotaExceeded, QuotaUnavailable
 from baton.inference.v1 import generate_pb2
 from engine_protocol.roles import roles
-from runtime.frequent_metrics import FrequentCounter, FrequentHistogram
-from runtime.metrics import REGISTRY, counter, gauge
+from runtime.telemetry.frequent_metrics import FrequentCounter, FrequentHistogram
+from runtime.telemetry.metrics import REGISTRY, counter, gauge
 
 _CLASS = ("model", "request_class")
 _SECONDS = (0.0001, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 100.0)

@@ -9,7 +9,7 @@ from router.telemetry import metrics
 from router.telemetry.stages import name_of
 from router.telemetry.stats import GENERATE, RequestStats
 from rpc.status import OK, outcome_of
-from runtime.frequent_metrics import Count
+from runtime.telemetry.frequent_metrics import Count
 
 # Bounds of the request classes, in prompt tokens. Requests with images have a class of their own.
 _SHORT_TOKENS = 1024

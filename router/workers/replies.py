@@ -113,12 +113,22 @@ def check_handoff(handoff: handoff_pb2.KvHandoff, record: WorkerRecord, tokens: 
         if not handoff.first_token.finish_reason:
             raise InvalidReply("nothing is held for a request that goes on")
         return
-    if (handoff.worker_id, handoff.epoch) != (record.worker_id, record.epoch):
-        raise InvalidReply(f"the handoff is of {handoff.worker_id[:80]!r} in epoch {handoff.epoch}")
+    _check_owner("handoff", handoff, record)
     if handoff.layout_digest != record.layout_digest:
         raise InvalidReply(f"the handoff has the KV layout {handoff.layout_digest[:12]!r}")
     if handoff.num_tokens not in (0, tokens):
         raise InvalidReply(f"the handoff has {handoff.num_tokens} tokens of {tokens}")
+
+
+def _check_owner(name: str, held: handoff_pb2.KvHandoff | encode_pb2.EmbeddingLease, record: WorkerRecord) -> None:
+    """Raises InvalidReply for what another worker holds, and Unavailable if this one has been restarted.
+
+    A new process listens at the address of the old one before every router has seen its record.
+    """
+    if held.worker_id != record.worker_id:
+        raise InvalidReply(f"the {name} is of {held.worker_id[:80]!r}")
+    if held.epoch != record.epoch:
+        raise Unavailable(f"worker {record.worker_id} has been restarted: the {name} is of epoch {held.epoch}")
 
 
 def check_yielded(handoff: handoff_pb2.KvHandoff, record: WorkerRecord, tokens: int, newest: int) -> None:
@@ -186,8 +196,7 @@ def check_embedding(response: encode_pb2.EncodeResponse, worker: WorkerHandle) -
 
 
 def _check_embedding_lease(lease: encode_pb2.EmbeddingLease, worker: WorkerHandle) -> None:
-    if (lease.worker_id, lease.epoch) != (worker.record.worker_id, worker.record.epoch):
-        raise InvalidReply(f"the embedding is of {lease.worker_id[:80]!r} in epoch {lease.epoch}")
+    _check_owner("embedding", lease, worker.record)
     if worker.embedding_layout and lease.layout_digest != worker.embedding_layout:
         raise InvalidReply(f"the embedding has the layout {lease.layout_digest[:12]!r}")
 

@@ -19,7 +19,7 @@ from rpc.auth.access import Access, require
 from rpc.auth.caller import set_caller
 from runtime.aio import timeout
 from runtime.clock import perf_counter
-from runtime.logs import add_log_fields
+from runtime.telemetry.logs import add_log_fields
 
 # Wraps the behaviour of the method `/package.Service/Method`.
 Wrapper = Callable[[str, Behaviour], Behaviour]

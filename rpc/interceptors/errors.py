@@ -11,7 +11,7 @@ from baton.errors import BatonError
 from baton_http2.server.methods import Behaviour, Context
 from rpc.status import to_status
 from runtime.aio import forget_frames, leaf_errors
-from runtime.logs import add_log_fields
+from runtime.telemetry.logs import add_log_fields
 
 log = structlog.get_logger(__name__)
 

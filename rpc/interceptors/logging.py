@@ -10,7 +10,7 @@ from baton_http2.server.methods import Behaviour, Context
 from baton_http2.wire.metadata import STATUS_CODES
 from rpc.metadata import client_request_id, remaining_seconds, was_left_at_its_deadline
 from runtime.clock import monotonic
-from runtime.logs import FrequentLogger, add_log_fields, log_fields, set_log_fields
+from runtime.telemetry.logs import FrequentLogger, add_log_fields, log_fields, set_log_fields
 
 _log = FrequentLogger(__name__)
 

@@ -19,7 +19,7 @@ from rpc.tracing.span import Span, entered
 from rpc.tracing.tracer import Tracer
 from runtime.aio import leaf_errors
 from runtime.clock import monotonic
-from runtime.logs import add_log_fields
+from runtime.telemetry.logs import add_log_fields
 
 
 def trace_calls(tracer: Tracer) -> Wrapper:

@@ -7,18 +7,14 @@ prompt.py         prompts, media and sampling parameters
 bad_words.py      which tokens would complete a sequence that an answer must not have
 answer.py         tokens, and the end of a generation
 kv_transfer.py    the Protocols of engines that transfer KV themselves
-request_context.py context variables of a request, which engines read
-metrics.py        what engines count themselves
 journal/          kept decodes in shared memory, for the next process of a worker
 seals.py          seals of blocks that leave a pool, and digests of their contents
 kv.py             KV blocks: layout, memory, owners
-loras.py          adapters: what an engine has, and how requests use them
 kv_events.py      events of prefix caches
-lora/             adapters in PEFT's layout: reading them, and keeping account of them
+lora/             adapters: reading them in PEFT's layout, and keeping account of them
+running/          generations, test requests, and what engines count
 external/         what engines have in common that transfer KV themselves
-canary.py         test requests to an idle engine
 diffusion.py      the Protocol of engines that draw pictures
 diffusers/        the engine of diffusion pipelines
-generation.py     a running generation, which is iterated over or pulled, and aborted by closing it
 memory/           pools in shared or private memory, and the order in which requests get free blocks
 """

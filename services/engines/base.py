@@ -20,13 +20,13 @@ from typing_extensions import Self
 
 from baton.errors import EngineFailed, Unsupported
 from services.engines.answer import Finished, Tokens
-from services.engines.generation import ClosingStream, Generation
 from services.engines.journal.journal import Journal, RecoveredDecode
 from services.engines.kv import BlockMemory, HeldBlocks, HeldKv, KvLayout, PulledKv, Reservation
 from services.engines.kv_events import ReportsKvEvents
 from services.engines.kv_transfer import TransfersKv
-from services.engines.loras import ServesLoras
+from services.engines.lora.inventory import ServesLoras
 from services.engines.prompt import Embedding, Media, Prompt, Sampling
+from services.engines.running.generation import ClosingStream, Generation
 from services.engines.seals import host_digests
 
 

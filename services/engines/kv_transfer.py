@@ -3,9 +3,9 @@
 from dataclasses import dataclass, field
 from typing import Protocol, runtime_checkable
 
-from services.engines.generation import Generation
 from services.engines.kv import HeldBlocks, HeldKv
 from services.engines.prompt import Prompt, Sampling
+from services.engines.running.generation import Generation
 
 
 @runtime_checkable

@@ -110,6 +110,11 @@ class Prompt:
         return self.token_ids + self.emitted
 
     @property
+    def num_tokens(self) -> int:
+        """The length of `context`."""
+        return len(self.token_ids) + len(self.emitted)
+
+    @property
     def chain_seed(self) -> str:
         """The text in the root of its hash chain beside the salt; empty without an adapter."""
         return self.lora.seed if self.lora else ""

@@ -173,9 +173,10 @@ def _open_diffuser(config: DiffusionConfig, context: EngineContext) -> AbstractA
         needed = f"engine.kind: diffusers needs {' and '.join(missing)}, from the extra `diffusion`"
         raise ConfigError(f"{needed}: pip install 'baton-serving[diffusion]'")
     from services.engines.diffusers.engine import DiffusersEngine
+    from services.engines.diffusers.replicas import ReplicatedEngine
 
     del context
-    return DiffusersEngine(config)
+    return DiffusersEngine(config) if config.data_parallel_size == 1 else ReplicatedEngine(config)
 
 
 def _open_trtllm(config: TrtllmConfig, context: EngineContext) -> AbstractAsyncContextManager[Engine]:

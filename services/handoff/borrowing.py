@@ -19,8 +19,8 @@ from runtime.aio import TaskGroup, run_to_completion, run_with_background, timeo
 from runtime.clock import monotonic
 from services.engines.base import Engine
 from services.engines.kv import Reservation, packed_ids
-from services.engines.metrics import DAMAGED_BLOCKS
 from services.engines.prompt import Prompt
+from services.engines.running.metrics import DAMAGED_BLOCKS
 from services.engines.seals import BlockContents, DamagedBlock, Sealer
 from services.handoff import spans as traces
 from services.handoff.lending import MOST_BLOCKS
@@ -93,7 +93,7 @@ class PrefixBorrower:
         engine = self._engine
         if source is None or engine is None or engine.prefixes is None or engine.memory is None:
             return
-        num_blocks = min(source.num_blocks, (len(prompt.context) - 1) // engine.facts.layout.block_tokens)
+        num_blocks = min(source.num_blocks, (prompt.num_tokens - 1) // engine.facts.layout.block_tokens)
         if num_blocks <= 0:
             return
         loan = _Loan(engine, replace(source, num_blocks=num_blocks), prompt, call)

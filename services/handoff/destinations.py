@@ -50,7 +50,7 @@ class Allocator:
         transfer, facts = self._engine.kv_transfer, self._engine.facts
         if not isinstance(transfer, AllocatesFirst):
             raise Unsupported(f"the {facts.engine} engine allocates when it decodes")
-        check_limits(facts, prompt, sampling)
+        await check_limits(facts, prompt, sampling)
         require_lora(self._engine, prompt)
         holders = frozenset({certificate()} - {""})
         async with using_lora(self._engine, prompt):

@@ -11,10 +11,10 @@ from baton.inference.v1 import timing_pb2
 from rpc.tracing.span import stage_span
 from runtime.aio import run_to_completion, run_with_background
 from runtime.clock import monotonic
-from services.engines.generation import Generation
 from services.engines.kv import KvLayout
 from services.engines.kv_transfer import EngineDestination, RemoteKv, TransfersKv
 from services.engines.prompt import Prompt, Sampling
+from services.engines.running.generation import Generation
 from services.handoff import spans as traces
 from services.handoff.peers import Peers
 from services.handoff.remote_handoff import Handoff, check_state

@@ -15,7 +15,7 @@ from runtime.clock import monotonic
 from services.engines.base import Engine
 from services.engines.kv import Reservation, packed_ids
 from services.engines.prompt import MediaSpan, Prompt
-from services.engines.request_context import current_freed_kv
+from services.engines.running.request_context import current_freed_kv
 from services.handoff.peers import OwnerConnection, Peers, Pool
 from services.handoff.remote_handoff import Handoff, LeasedBlocks, check_blocks, without_lease
 from services.handoff.remote_lease import ReaderLease
@@ -159,20 +159,20 @@ class _Prefetch:
         layout = self._engine.facts.layout
         if first.layout_digest != layout.digest:
             raise LayoutMismatch(f"the KV has layout {first.layout_digest}, the blocks here have {layout.digest}")
-        if first.num_tokens != len(self._prompt.context):
-            text = f"has {len(self._prompt.context)} tokens; the one that is computed has {first.num_tokens}"
+        if first.num_tokens != self._prompt.num_tokens:
+            text = f"has {self._prompt.num_tokens} tokens; the one that is computed has {first.num_tokens}"
             raise InvalidRequest.of("prompt.token_ids", text)
 
     async def reserve(self) -> None:
         """Waits for blocks of this worker. Raises as Engine.reserve does."""
-        self._reservation = await self._engine.reserve(self._prompt, len(self._prompt.context))
+        self._reservation = await self._engine.reserve(self._prompt, self._prompt.num_tokens)
 
     async def pull(self, told: handoff_pb2.FollowResponse, pool: Pool) -> None:
         """Pulls the blocks that have become final, but those that are here. Raises Unavailable and InvalidRequest."""
         assert self._reservation is not None
         assert self._engine.memory is not None
         done = len(self._source)
-        source = packed_ids((*self._source, *told.block_ids))
+        source = self._source + packed_ids(told.block_ids)
         if len(source) > len(self._reservation.block_ids):
             raise InvalidRequest.of("block_ids", f"{len(source)} are more than the prompt fills")
         check_blocks(replace(self.leased, block_ids=source), pool.shape.num_blocks)
@@ -212,13 +212,13 @@ class _Prefetch:
         self.settled.set()
         if reservation is not None:
             blocks = await run_to_completion(reservation.release())
-            current_freed_kv().give_back(len(self._prompt.context), blocks)
+            current_freed_kv().give_back(self._prompt.num_tokens, blocks)
 
     def _is_for(self, handoff: Handoff, prompt: Prompt) -> bool:
         mine, count = self._prompt, len(self._source)
         return (
             (handoff.worker_id, handoff.epoch) == (self.leased.worker_id, self.leased.epoch)
-            and handoff.num_tokens == len(mine.context)
+            and handoff.num_tokens == mine.num_tokens
             and packed_ids(handoff.block_ids[:count]) == self._source
             and (prompt.token_ids, prompt.cache_salt, prompt.lora) == (mine.token_ids, mine.cache_salt, mine.lora)
             and [_named(span) for span in prompt.media] == [_named(span) for span in mine.media]

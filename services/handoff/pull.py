@@ -19,7 +19,7 @@ from runtime.clock import monotonic
 from services.engines.base import Engine
 from services.engines.kv import NoFreeBlocks, PulledKv, Reservation
 from services.engines.prompt import Prompt
-from services.engines.request_context import current_freed_kv
+from services.engines.running.request_context import current_freed_kv
 from services.handoff import spans as traces
 from services.handoff.peers import OwnerConnection, Peers, Pool
 from services.handoff.prefetch import Prefetched, Prefetcher

@@ -12,9 +12,9 @@ from rpc.tracing.span import current_span
 from runtime.clock import monotonic
 from services.engines.answer import Finished, FinishReason
 from services.engines.base import EngineLoad
-from services.engines.generation import Generation
 from services.engines.kv import HeldBlocks, HeldKv
 from services.engines.prompt import Prompt
+from services.engines.running.generation import Generation
 from services.handoff.leases import Lease, LeaseTable
 from services.handoff.service import HandoffOwner
 from services.requests.calls import Calls, RunningCall

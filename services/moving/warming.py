@@ -25,7 +25,7 @@ class Warmer:
         Raises InvalidRequest for a part that cannot be one, and as Puller.pull.
         """
         lent = _lent(prompt, handoff.num_tokens)
-        check_limits(self._engine.facts, lent, Sampling(max_tokens=1))
+        await check_limits(self._engine.facts, lent, Sampling(max_tokens=1))
         async with using_lora(self._engine, lent), self._puller.pull(handoff, lent, call) as pulled:
             reservation = pulled.kv.reservation
             await reservation.cache(len(reservation.block_ids))

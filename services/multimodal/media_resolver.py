@@ -18,7 +18,7 @@ class MediaResolver:
     """Puts embeddings into prompts; leased ones are pulled, all of a prompt at the same time."""
 
     def __init__(self, facts: ModelFacts, puller: EmbeddingPuller) -> None:
-        self._facts = facts
+        self.facts = facts
         self._puller = puller
 
     async def with_embeddings(self, prompt: Prompt, spans: Sequence[GivenSpan], clock: CallClock) -> Prompt:
@@ -27,7 +27,7 @@ class MediaResolver:
         Raises InvalidRequest naming each wrong or missing field, Unsupported for a model without images, and what
         EmbeddingPuller.pull raises; the first failure cancels the other pulls.
         """
-        check_spans(self._facts, prompt, spans)
+        check_spans(self.facts, prompt, spans)
         missing = [
             FieldViolation(f"prompt.media[{index}].embedding", "is missing, and the request has no handoff")
             for index, span in enumerate(spans)
@@ -39,7 +39,7 @@ class MediaResolver:
 
     def with_inline_embeddings(self, prompt: Prompt, spans: Sequence[GivenSpan]) -> Prompt:
         """Returns the prompt with the embeddings that the request contains; its KV comes by a handoff."""
-        check_spans(self._facts, prompt, spans)
+        check_spans(self.facts, prompt, spans)
         return dataclasses.replace(prompt, media=tuple(_span(span, _inline(span.embedding)) for span in spans))
 
     async def _pull(self, spans: Sequence[GivenSpan], clock: CallClock) -> list[MediaSpan]:

@@ -10,7 +10,7 @@ from baton.inference.v1 import timing_pb2
 from engine_protocol.roles import Role, role_kinds
 from rpc.status import OK, outcome_of
 from rpc.tracing.span import current_span
-from services.engines.request_context import set_traceparent, track_freed_kv
+from services.engines.running.request_context import set_traceparent, track_freed_kv
 from services.identity import Identity
 from services.requests.fault_injection import NO_FAULTS, FaultReader, Metadata
 from services.telemetry import metrics

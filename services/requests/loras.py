@@ -7,7 +7,7 @@ from baton.engine.v1 import prompt_pb2
 from baton.errors import InvalidRequest, Unsupported
 from baton.inference.v1 import lora_pb2
 from services.engines.base import Engine
-from services.engines.loras import LoraInventory, RankedLora, ServesLoras
+from services.engines.lora.inventory import LoraInventory, RankedLora, ServesLoras
 from services.engines.prompt import Lora, Prompt
 
 

@@ -1,5 +1,9 @@
 """Prompts, sampling parameters and tokens, between messages and values; checked against the model's limits."""
 
+from collections.abc import Sequence
+from functools import partial
+from itertools import chain
+
 from baton.engine.v1 import decode_pb2, handoff_pb2, prefill_pb2, prompt_pb2
 from baton.errors import InvalidRequest, Unsupported
 from baton.inference.v1 import generate_pb2, sampling_pb2
@@ -7,6 +11,7 @@ from baton.sampling_options import given
 from engine_protocol.sampling_rules import check_params
 from grammars.guide import read_guide
 from rpc.violations import Violations
+from runtime.threads import in_pieces, of_many
 from services.engines.answer import FinishReason, FromTiers, PromptLogprobs, TokenLogprob
 from services.engines.base import ModelFacts
 from services.engines.prompt import Prompt, Retain, Retained, Sampling, Session
@@ -23,26 +28,40 @@ FINISH_REASONS = {
 }
 
 
-def read_prompt(
+async def read_prompt(
     request: prefill_pb2.PrefillRequest
     | decode_pb2.DecodeRequest
     | decode_pb2.AllocateRequest
     | decode_pb2.PrefetchRequest
     | decode_pb2.WarmRequest,
+    facts: ModelFacts,
 ) -> Prompt:
-    """Returns the prompt without its media. Raises InvalidRequest if it has no tokens."""
+    """Returns the prompt without its media. Raises InvalidRequest if it has no tokens, or too many for the context."""
     message = request.prompt
     if not message.token_ids:
         raise InvalidRequest.of("prompt.token_ids", "is empty")
+    emitted = request.emitted if isinstance(request, _CONTINUES) else ()
+    # Before they are copied: 64 MiB of ids would become half a gigabyte.
+    if problem := _no_room(len(message.token_ids) + len(emitted), facts):
+        raise InvalidRequest.of("prompt.token_ids", problem)
     return Prompt(
-        token_ids=tuple(message.token_ids[:]),
-        emitted=tuple(request.emitted) if isinstance(request, _CONTINUES) else (),
+        token_ids=await of_many(len(message.token_ids), partial(_copied, message.token_ids)),
+        emitted=_copied(emitted),
         cache_salt=message.cache_salt,
         data_parallel_rank=request.data_parallel_rank if request.HasField("data_parallel_rank") else None,
         lora=read_lora(message),
         retain=_retain(message.cache),
         session=_session(message.cache),
     )
+
+
+def _copied(ids: Sequence[int]) -> tuple[int, ...]:
+    return tuple(chain.from_iterable(in_pieces(ids)))
+
+
+def _no_room(tokens: int, facts: ModelFacts) -> str:
+    limit = facts.max_context_tokens
+    return f"{tokens} tokens leave no room in a context of {limit}" if tokens >= limit else ""
 
 
 def _retain(cache: prompt_pb2.PromptCache) -> Retain | None:
@@ -107,13 +126,31 @@ def read_sampling(message: prompt_pb2.Sampling) -> Sampling:
     )
 
 
-def check_limits(facts: ModelFacts, prompt: Prompt, sampling: Sampling) -> None:
+async def check_limits(facts: ModelFacts, prompt: Prompt, sampling: Sampling) -> None:
     """Raises InvalidRequest naming every field that exceeds the model's limits, and Unsupported for a grammar that the
     model cannot follow.
     """
     violations = Violations()
+    await of_many(prompt.num_tokens, partial(_check_ids, facts, prompt, violations))
+    _check_sampling(facts, sampling, violations)
+    rank = prompt.data_parallel_rank
+    if rank is not None and rank >= facts.data_parallel_ranks:
+        violations.add("data_parallel_rank", f"{rank} is not below {facts.data_parallel_ranks}")
+    violations.raise_any()
+    if sampling.guide is not None and not facts.guided_decoding:
+        raise Unsupported(f"{facts.name} has no guided decoding")
+    if sampling.prompt_logprobs is not None and not facts.prompt_logprobs:
+        raise Unsupported(f"sampling.prompt_logprobs: the {facts.engine} engine has no log probabilities of prompts")
+
+
+def _check_ids(facts: ModelFacts, prompt: Prompt, violations: Violations) -> None:
     violations.token_ids("prompt.token_ids", prompt.token_ids, facts.vocab_size)
     violations.token_ids("emitted", prompt.emitted, facts.vocab_size)
+    if problem := _no_room(prompt.num_tokens, facts):
+        violations.add("prompt.token_ids", problem)
+
+
+def _check_sampling(facts: ModelFacts, sampling: Sampling, violations: Violations) -> None:
     violations.token_ids("sampling.stop.stop_token_ids", sorted(sampling.stop_token_ids), facts.vocab_size)
     for token_id in sampling.logit_bias:
         known = token_id < facts.vocab_size
@@ -121,21 +158,10 @@ def check_limits(facts: ModelFacts, prompt: Prompt, sampling: Sampling) -> None:
         violations.require(known, path, f"the vocabulary ends at {facts.vocab_size - 1}")
     for index, sequence in enumerate(sampling.bad_sequences):
         violations.token_ids(f"sampling.bad_sequences[{index}].ids", sequence, facts.vocab_size)
-    if len(prompt.context) >= facts.max_context_tokens:
-        text = f"{len(prompt.context)} tokens leave no room in a context of {facts.max_context_tokens}"
-        violations.add("prompt.token_ids", text)
-    rank = prompt.data_parallel_rank
-    if rank is not None and rank >= facts.data_parallel_ranks:
-        violations.add("data_parallel_rank", f"{rank} is not below {facts.data_parallel_ranks}")
     if sampling.logprobs is not None and sampling.logprobs > facts.max_logprobs:
         violations.add("sampling.logprobs", f"{sampling.logprobs} is over {facts.max_logprobs}")
     if (sampling.prompt_logprobs or 0) > facts.max_logprobs:
         violations.add("sampling.prompt_logprobs", f"{sampling.prompt_logprobs} is over {facts.max_logprobs}")
-    violations.raise_any()
-    if sampling.guide is not None and not facts.guided_decoding:
-        raise Unsupported(f"{facts.name} has no guided decoding")
-    if sampling.prompt_logprobs is not None and not facts.prompt_logprobs:
-        raise Unsupported(f"sampling.prompt_logprobs: the {facts.engine} engine has no log probabilities of prompts")
 
 
 def prompt_logprobs_message(value: PromptLogprobs | None) -> generate_pb2.PromptLogprobs | None:

@@ -10,7 +10,7 @@ from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.registry import Collector
 
 from runtime.machine import visible_gpus
-from runtime.metrics import REGISTRY
+from runtime.telemetry.metrics import REGISTRY
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,7 +3,7 @@
 from collections.abc import Iterable
 
 from baton.inference.v1 import timing_pb2
-from runtime.metrics import counter, gauge, histogram, info
+from runtime.telemetry.metrics import counter, gauge, histogram, info
 from services.engines.answer import Finished
 from services.engines.base import EngineLoad, ModelFacts
 from services.engines.kv import HeldKv

@@ -4,8 +4,8 @@ from dataclasses import dataclass
 
 import structlog
 
-from runtime.monitor import Report, status
-from services.engines import metrics
+from runtime.telemetry.monitor import Report, status
+from services.engines.running import metrics
 from services.telemetry.metrics import MODEL_LOAD_SECONDS
 
 _log = structlog.get_logger(__name__)

@@ -9,7 +9,7 @@ import yaml
 from support.manifests import DEPLOY, Command, command_of, documents
 
 import router.telemetry.metrics  # noqa: F401  (its metrics are looked for)
-from runtime.metrics import REGISTRY
+from runtime.telemetry.metrics import REGISTRY
 
 FOLDER = DEPLOY / "kubernetes"
 # What no schema of Kubernetes' own describes.

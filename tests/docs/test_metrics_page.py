@@ -13,13 +13,13 @@ from prometheus_client.metrics import MetricWrapperBase
 
 import router.processes.process
 import router.telemetry.metrics
-import runtime.metrics
-import services.engines.metrics
+import runtime.telemetry.metrics
+import services.engines.running.metrics
 import services.engines.trtllm.monitoring.metrics
 import services.engines.vllm.monitoring.metrics
 import services.telemetry.metrics
-from runtime.frequent_metrics import FrequentCounter, FrequentHistogram
-from runtime.metrics import REGISTRY
+from runtime.telemetry.frequent_metrics import FrequentCounter, FrequentHistogram
+from runtime.telemetry.metrics import REGISTRY
 from services.telemetry.gpu import GpuCollector
 
 PAGE = (Path(__file__).resolve().parents[2] / "docs" / "metrics.md").read_text()
@@ -52,11 +52,11 @@ def families() -> dict[str, Metric]:
 MODULES = (
     router.processes.process,
     router.telemetry.metrics,
-    services.engines.metrics,
+    services.engines.running.metrics,
     services.telemetry.metrics,
     services.engines.trtllm.monitoring.metrics,
     services.engines.vllm.monitoring.metrics,
-    runtime.metrics,
+    runtime.telemetry.metrics,
 )
 ROWS = {row.name: row for row in rows()}
 
@@ -122,8 +122,8 @@ def test_names_say_their_units() -> None:
 )
 def test_what_has_never_happened_is_zero_and_not_unknown(package: str, zeros: list[str]) -> None:
     script = (
-        f"import {package}.telemetry.metrics, prometheus_client as p; from runtime.metrics import REGISTRY as r; "
-        + ("print(p.generate_latest(r).decode())")
+        f"import {package}.telemetry.metrics, prometheus_client as p; "
+        "from runtime.telemetry.metrics import REGISTRY as r; print(p.generate_latest(r).decode())"
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, timeout=60)
     assert [zero for zero in zeros if f"{zero} 0.0" not in done.stdout.splitlines()] == []

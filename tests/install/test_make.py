@@ -58,3 +58,8 @@ def test_check_all_runs_everything_on_both_servers() -> None:
     for part in ("BATON_TEST_SERVER=grpcio", "BATON_TEST_SERVER=http2", "BATON_FAULTS=full", "BATON_FUZZ_INPUTS=10000"):
         assert part in shown
     assert "not slow" not in shown
+
+
+def test_pytest_chooses_how_many_tests_run_at_once_unless_it_is_told() -> None:
+    assert "-m pytest -n auto --dist worksteal" in make("--dry-run", "test")
+    assert "-m pytest -n 5 --dist worksteal" in make("--dry-run", "test", "JOBS=5")

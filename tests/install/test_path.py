@@ -28,7 +28,7 @@ def others(tmp_path: Path) -> Path:
         ("-m", "router", str(ROOT / "deploy/config/router.yaml"), "--print-config"),
         ("-m", "services", str(ROOT / "deploy/config/prefill.yaml"), "--print-config"),
         ("-m", "cli", "--version"),
-        ("-c", "import runtime.metrics, rpc.tracing.tracer as t; t._resource('router', '')"),
+        ("-c", "import runtime.telemetry.metrics, rpc.tracing.tracer as t; t._resource('router', '')"),
     ],
     ids=["router", "worker", "command", "metrics and spans"],
 )

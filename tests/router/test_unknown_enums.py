@@ -1,15 +1,15 @@
 """Peers of a newer version: every enum of protos/ with a number that has no name here, in whatever is received."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from contextlib import aclosing, suppress
 from typing import Any
 
 import pytest
-from google.protobuf.descriptor import Descriptor, FieldDescriptor, MethodDescriptor
-from google.protobuf.message import Message
+from google.protobuf.descriptor import MethodDescriptor
 from support.clients.scraping import since
 from support.cluster.in_process import FAST_ROUTER, Bench, bench, simulated
 from support.images.simulated_workers import about, multimodal
+from support.newer_versions import NEWER, Path, enum_paths, make_newer, methods, set_path
 from support.servers.tampering import Ends, Reply, Tampered, tampered
 
 from baton.calls import stream, unary
@@ -31,59 +31,8 @@ from baton.inference.v1 import (
 from cli.timings import timings_table
 from rpc.channels import open_channel
 
-NEWER = 77
 _WORKERS = (decode_pb2, embed_pb2, encode_pb2, handoff_pb2, prefill_pb2, worker_pb2)
 _CLIENTS = (inference_service_pb2, cluster_service_pb2)
-
-Path = tuple[FieldDescriptor, ...]
-
-
-def methods(files: Iterable[Any]) -> Iterator[MethodDescriptor]:
-    for file in files:
-        for service in file.DESCRIPTOR.services_by_name.values():
-            yield from service.methods
-
-
-def enum_paths(message: Descriptor, seen: tuple[Descriptor, ...] = ()) -> Iterator[Path]:
-    """The ways to every enum in a message, at any depth."""
-    for field in message.fields:
-        if field.enum_type is not None:
-            yield (field,)
-        elif field.message_type is not None and field.message_type not in seen:
-            for rest in enum_paths(field.message_type, (*seen, message)):
-                yield (field, *rest)
-
-
-def set_path(message: Any, path: Path) -> None:
-    """Sets the enum at the end of a path, in messages that are made on the way."""
-    field, *rest = path
-    if not rest:
-        if field.is_repeated:
-            getattr(message, field.name).append(NEWER)
-        else:
-            setattr(message, field.name, NEWER)
-    elif field.is_repeated:
-        found = getattr(message, field.name)
-        if field.message_type.GetOptions().map_entry:
-            set_path(found["x"], tuple(rest[1:]))
-        else:
-            set_path(found[0] if found else found.add(), tuple(rest))
-    else:
-        set_path(getattr(message, field.name), tuple(rest))
-
-
-def make_newer(message: Message, seen: set[str]) -> None:
-    """Gives each enum that is set in a message a number without a name."""
-    for field, value in message.ListFields():
-        if field.enum_type is not None:
-            seen.add(field.full_name)
-            if field.is_repeated:
-                value[:] = [NEWER] * len(value)
-            else:
-                setattr(message, field.name, NEWER)
-        elif field.message_type is not None and not field.message_type.GetOptions().map_entry:
-            for one in value if field.is_repeated else [value]:
-                make_newer(one, seen)
 
 
 async def answers(running: Bench, **fields: Any) -> generate_pb2.Finished:

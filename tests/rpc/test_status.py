@@ -10,10 +10,19 @@ from support.servers.scripted_router import scripted, status_of
 from baton import errors
 from baton.calls import unary
 from baton.error_details import from_rpc_error
-from baton.errors import BatonError, FieldViolation, InvalidRequest, Overloaded, QuotaExceeded
+from baton.errors import (
+    BatonError,
+    FieldViolation,
+    InvalidRequest,
+    Overloaded,
+    QuotaExceeded,
+    QuotaUnavailable,
+    RouterStarting,
+)
 from baton.inference.v1 import generate_pb2, model_pb2
+from router.openai.errors import headers_of
 from rpc.status import to_status
-from runtime.logs import add_log_fields
+from runtime.telemetry.logs import add_log_fields
 
 # The contract with clients in other languages: not derived from the code under test.
 WIRE = {
@@ -73,6 +82,8 @@ def example(kind: type[BatonError]) -> BatonError:
         error = kind("no room", retry_after_seconds=1.5)
     elif issubclass(kind, QuotaExceeded):
         error = kind("used up", subject="tenant-a", retry_after_seconds=2.5)
+    elif issubclass(kind, (QuotaUnavailable, RouterStarting)):
+        error = kind("not yet", retry_after_seconds=3.5)
     else:
         error = kind("what happened")
     error.stage, error.worker_id = "prefill", "worker-7"
@@ -142,6 +153,13 @@ async def test_an_invalid_request_names_its_fields_in_bad_request() -> None:
 async def test_an_overload_says_when_to_come_back() -> None:
     retry = detail(await over_the_wire(example(Overloaded)), error_details_pb2.RetryInfo)
     assert retry.retry_delay.ToMilliseconds() == 1500
+
+
+@pytest.mark.parametrize("kind", [QuotaUnavailable, RouterStarting])
+async def test_a_router_that_cannot_serve_yet_says_when_to_come_back(kind: type[BatonError]) -> None:
+    error = await over_the_wire(example(kind))
+    assert detail(error, error_details_pb2.RetryInfo).retry_delay.ToMilliseconds() == 3500
+    assert dict(headers_of(example(kind)))[b"retry-after-ms"] == b"3500"
 
 
 async def test_a_quota_failure_names_its_subject() -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import structlog
 
-from runtime.logs import FrequentLogger, LogFormat, add_log_fields, configure_logging, log_fields
+from runtime.telemetry.logs import FrequentLogger, LogFormat, add_log_fields, configure_logging, log_fields
 
 
 def lines(captured: pytest.CaptureFixture[str]) -> list[dict[str, Any]]:

@@ -13,8 +13,8 @@ from support.clients.scraping import get_health, scrape
 from support.eventually import eventually
 
 from baton.errors import ConfigError
-from runtime.metrics import REGISTRY
-from runtime.monitor import serve_monitor
+from runtime.telemetry.metrics import REGISTRY
+from runtime.telemetry.monitor import serve_monitor
 
 
 def test_metrics_are_served_where_they_are_asked_for() -> None:

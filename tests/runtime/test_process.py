@@ -15,7 +15,7 @@ import asyncio, gc, sys
 from runtime.aio import TaskGroup
 from baton.errors import ConfigError
 from runtime.process import run
-from runtime.logs import configure_logging
+from runtime.telemetry.logs import configure_logging
 
 async def ends(stopping):
     print("loop:", type(asyncio.get_running_loop()).__module__.split(".")[0], flush=True)

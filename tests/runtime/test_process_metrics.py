@@ -13,8 +13,8 @@ from support.eventually import eventually
 
 from baton.errors import Cancelled, DeadlineExceeded, EngineFailed, InvalidRequest, NoWorker, Overloaded, QuotaExceeded
 from rpc.status import OK, outcome_of
-from runtime.frequent_metrics import FrequentCounter, FrequentHistogram
-from runtime.metrics import watched_event_loop
+from runtime.telemetry.frequent_metrics import FrequentCounter, FrequentHistogram
+from runtime.telemetry.metrics import watched_event_loop
 
 BUCKETS = (0.01, 0.1, 1.0)
 

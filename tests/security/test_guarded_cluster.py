@@ -28,8 +28,8 @@ from router.server import Router, host_router
 from rpc.auth.access import AuthConfig
 from rpc.auth.tls import TlsConfig, TlsSection
 from rpc.channels import open_channel
-from runtime.logs import configure_logging
-from runtime.monitor import serve_monitor
+from runtime.telemetry.logs import configure_logging
+from runtime.telemetry.monitor import serve_monitor
 from services.config import WorkerConfig
 from services.engines.simulated.config import SimulatedConfig
 from services.server import Worker, host_worker

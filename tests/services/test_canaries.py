@@ -15,12 +15,12 @@ from support.eventually import eventually
 
 from discovery.memory import MemoryRegistry
 from services.config import WorkerConfig
-from services.engines import canary as canaries
-from services.engines.canary import Canary
 from services.engines.pytorch.config import PyTorchConfig
 from services.engines.pytorch.embedding.embedder import PyTorchEmbedder
 from services.engines.pytorch.engine import PyTorchEngine
 from services.engines.pytorch.vision.encoder import PyTorchEncoder
+from services.engines.running import canary as canaries
+from services.engines.running.canary import Canary
 from services.server import host_worker
 from services.worker import Worker
 

@@ -23,6 +23,7 @@ from baton_http2.wire.metadata import encode
 _RETRY_SECONDS = 0.2
 _UNSENT_SECONDS = 2e-4
 NO_STATUS = "no status has come"
+_CANCELLED = Status(StatusCode.CANCELLED, "Locally cancelled by application!")
 _NOT_CONNECTED = "failed to connect to all addresses"
 
 
@@ -55,6 +56,8 @@ class SimulatedCall:
         self._task = asyncio.get_running_loop().create_task(self._run(channel, path, **options))
         channel.calls[self] = None
         self._task.add_done_callback(lambda _: channel.calls.pop(self, None))
+        # One that is cancelled before its first step runs no `finally`.
+        self._task.add_done_callback(lambda _: self._end(_CANCELLED))
 
     async def _run(
         self, channel: "SimulatedChannel", path: str, request: bytes | None, timeout: Any, metadata: Any, patient: bool
@@ -76,7 +79,7 @@ class SimulatedCall:
             text = NO_STATUS if channel.patience else "Deadline Exceeded"
             self._end(Status(StatusCode.DEADLINE_EXCEEDED, text))
         except asyncio.CancelledError:
-            self._end(Status(StatusCode.CANCELLED, "Locally cancelled by application!"))
+            self._end(_CANCELLED)
             raise
         finally:
             self._end(Status(StatusCode.UNKNOWN, "the call ended without a status"))

@@ -14,7 +14,7 @@ from baton.inference.v1 import generate_pb2 as pb
 from baton.inference.v1 import inference_service_pb2_grpc
 from simulation.channel import SimulatedChannel
 from simulation.entropy import Time
-from simulation.facades import HttpCall, KServeCall
+from simulation.facades import HttpCall, KServeCall, KServeStream
 from simulation.plan import CLIENTS, Request
 from simulation.reference import picture_of, prompt_of, text_of
 
@@ -122,14 +122,17 @@ class Client:
         )
         stub = inference_service_pb2_grpc.InferenceServiceStub(channel)
         metadata = ((TENANT_KEY, self._asked.tenant),) if self._asked.tenant else None
-        if self._asked.api == "openai":
-            self._call = HttpCall(self._world.ip_of(name), self._asked, self.request_id, max(0.001, seconds))
-        elif self._asked.api == "kserve":
-            self._call = KServeCall(channel, self._asked, self.request_id, max(0.001, seconds))
-        else:
-            self._call = getattr(stub, method.partition("/")[2])(
-                message, timeout=max(0.001, seconds), metadata=metadata
-            )
+        arguments = (self._asked, self.request_id, max(0.001, seconds))
+        match self._asked.api:
+            case "":
+                call = getattr(stub, method.partition("/")[2])
+                self._call = call(message, timeout=max(0.001, seconds), metadata=metadata)
+            case "kserve":
+                self._call = KServeCall(channel, *arguments)
+            case "kserve_stream":
+                self._call = KServeStream(channel, *arguments)
+            case _:
+                self._call = HttpCall(self._world.ip_of(name), *arguments)
         self._dropped = False
         try:
             async for event in self._call:

@@ -14,14 +14,15 @@ from baton.inference.v1 import generate_pb2 as pb
 from baton.kserve import inference_pb2, inference_pb2_grpc
 from rpc.status import code_of
 from simulation.plan import Request
-from simulation.reference import prompt_of
+from simulation.reference import letters_of, prompt_of
 
 HTTP_PORT = 8000
 _EMPTY_ERROR = {"code": "worker_unavailable", "message": "the connection was lost"}
 
 
 class HttpCall(asyncio.Protocol):
-    """One streamed request for a completion, on a connection of its own. An asynchronous iterator of its events.
+    """One streamed request for a completion, also of a conversation, on a connection of its own. An asynchronous
+    iterator of its events.
 
     HTTP has no deadlines: at its own the client leaves.
     """
@@ -75,13 +76,8 @@ class HttpCall(asyncio.Protocol):
         if self._is_over:
             self._transport.abort()
             return
-        asked = self._asked
-        fields = {
-            "prompt": prompt_of(asked), "max_tokens": asked.tokens, "seed": asked.seed, "temperature": 1.0,
-            "ignore_eos": True, "stream": True, "stream_options": {"include_usage": True}, "model": "demo",
-        }  # fmt: skip
-        body = json.dumps(fields).encode()
-        head = f"POST /v1/completions HTTP/1.1\r\nhost: {self._host}\r\nx-request-id: {self._request_id}\r\n"
+        path, body = _http_request(self._asked)
+        head = f"POST {path} HTTP/1.1\r\nhost: {self._host}\r\nx-request-id: {self._request_id}\r\n"
         head += f"content-type: application/json\r\ncontent-length: {len(body)}\r\n\r\n"
         self._transport.write(head.encode())
         self._transport.write(body)
@@ -126,8 +122,9 @@ class HttpCall(asyncio.Protocol):
 
     def _events_of(self, found: dict[str, Any]) -> Iterator[pb.GenerateResponse]:
         for choice in found["choices"]:
-            if choice["text"]:
-                yield _token(choice["text"])
+            text = choice["delta"].get("content") if "delta" in choice else choice["text"]
+            if text:
+                yield _token(text)
         if found.get("usage"):
             yield _finished(found["usage"]["prompt_tokens"], found["usage"]["completion_tokens"])
 
@@ -147,32 +144,78 @@ class HttpCall(asyncio.Protocol):
             self._transport.close()
 
 
+def _http_request(asked: Request) -> tuple[str, bytes]:
+    """The path and the body."""
+    fields: dict[str, Any] = {
+        "max_tokens": asked.tokens, "seed": asked.seed, "temperature": 1.0,
+        "ignore_eos": True, "stream": True, "stream_options": {"include_usage": True}, "model": "demo",
+    }  # fmt: skip
+    if asked.api == "chat":
+        fields["messages"] = [{"role": "user", "content": letters_of(asked)}]
+        return "/v1/chat/completions", json.dumps(fields).encode()
+    fields["prompt"] = prompt_of(asked)
+    return "/v1/completions", json.dumps(fields).encode()
+
+
 class KServeCall:
     """One request for a whole answer. An asynchronous iterator of its events."""
 
     def __init__(self, channel: Any, asked: Request, request_id: str, timeout: float) -> None:
-        request = inference_pb2.ModelInferRequest(model_name="demo", id=request_id)
-        text = bytes(prompt_of(asked))
-        request.inputs.add(name="text_input", datatype="BYTES", shape=[1])
-        request.raw_input_contents.append(len(text).to_bytes(4, "little") + text)
-        request.parameters["max_tokens"].int64_param = asked.tokens
-        request.parameters["seed"].int64_param = asked.seed
-        request.parameters["temperature"].double_param = 1.0
-        request.parameters["ignore_eos"].bool_param = True
-        self._call = inference_pb2_grpc.GRPCInferenceServiceStub(channel).ModelInfer(request, timeout=timeout)
+        stub = inference_pb2_grpc.GRPCInferenceServiceStub(channel)
+        self._call = stub.ModelInfer(_kserve_request(asked, request_id), timeout=timeout)
 
     def cancel(self) -> bool:
         """Leaves, if it runs."""
         return bool(self._call.cancel())
 
     async def __aiter__(self) -> AsyncIterator[pb.GenerateResponse]:
-        answer = await self._call
-        index = [output.name for output in answer.outputs].index("text_output")
-        yield _token(answer.raw_output_contents[index][4:].decode())
+        for sequence, event in enumerate(_events_of(await self._call)):
+            event.sequence = sequence
+            yield event
+
+
+class KServeStream:
+    """One request in a stream of its own. An asynchronous iterator of its events. An error is a message."""
+
+    def __init__(self, channel: Any, asked: Request, request_id: str, timeout: float) -> None:
+        stub = inference_pb2_grpc.GRPCInferenceServiceStub(channel)
+        self._call = stub.ModelStreamInfer(iter([_kserve_request(asked, request_id)]), timeout=timeout)
+
+    def cancel(self) -> bool:
+        """Leaves, if it runs."""
+        return bool(self._call.cancel())
+
+    async def __aiter__(self) -> AsyncIterator[pb.GenerateResponse]:
+        sequence = 0
+        async for message in self._call:
+            if message.error_message:
+                reason, _, text = message.error_message.removeprefix("[").partition("] ")
+                raise _rpc_error({"code": reason.lower(), "message": text})
+            for event in _events_of(message.infer_response):
+                event.sequence = sequence
+                sequence += 1
+                yield event
+
+
+def _kserve_request(asked: Request, request_id: str) -> inference_pb2.ModelInferRequest:
+    request = inference_pb2.ModelInferRequest(model_name="demo", id=request_id)
+    text = letters_of(asked).encode()
+    request.inputs.add(name="text_input", datatype="BYTES", shape=[1])
+    request.raw_input_contents.append(len(text).to_bytes(4, "little") + text)
+    request.parameters["max_tokens"].int64_param = asked.tokens
+    request.parameters["seed"].int64_param = asked.seed
+    request.parameters["temperature"].double_param = 1.0
+    request.parameters["ignore_eos"].bool_param = True
+    return request
+
+
+def _events_of(answer: inference_pb2.ModelInferResponse) -> Iterator[pb.GenerateResponse]:
+    index = [output.name for output in answer.outputs].index("text_output")
+    if text := answer.raw_output_contents[index][4:].decode():
+        yield _token(text)
+    if answer.parameters["triton_final_response"].bool_param:
         usage = answer.parameters
-        finished = _finished(usage["prompt_tokens"].int64_param, usage["completion_tokens"].int64_param)
-        finished.sequence = 1
-        yield finished
+        yield _finished(usage["prompt_tokens"].int64_param, usage["completion_tokens"].int64_param)
 
 
 def _token(text: str) -> pb.GenerateResponse:

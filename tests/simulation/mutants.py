@@ -129,9 +129,21 @@ def hunt(mutant: Mutant, seconds: float, progress: Hunt) -> None:
     if done.returncode:
         raise RuntimeError(f"{mutant.name}: {done.stderr[-2000:]}")
     found = Hunt(**json.loads(done.stdout.splitlines()[-1]))
-    progress.next_seed, progress.found, progress.by = found.next_seed, found.found, found.by
+    progress.next_seed = found.next_seed
     progress.cpu_seconds += found.cpu_seconds
     progress.requests += found.requests
+    if found.found and not _is_broken_without(found.found):
+        progress.found, progress.by = found.found, found.by
+
+
+def _is_broken_without(found: str) -> bool:
+    """True if the seed that has found a bug breaks an invariant also without it: then it has found another one."""
+    profile, seed = found.split()
+    command = [sys.executable, "-m", "simulation", "--profile", profile, "--seeds", seed]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600)
+    if done.returncode:
+        print(f"breaks without a planted bug:\n{done.stdout}", flush=True)
+    return bool(done.returncode)
 
 
 def hunt_here(mutant: Mutant, seconds: float, first_seed: int, requests: int = 50) -> Hunt:

@@ -26,6 +26,9 @@ TENANTS = ("ann", "bob", "cy")
 _STEP_SECONDS = {"storm": (0.003, 0.01, 0.03, 0.06), "one_fault": (0.003, 0.01, 0.03, 0.03)}
 _LONG = 400  # tokens of a request, of which a pool holds so many at a time
 _BUSY_SECONDS = 20.0  # that all requests take, if each answer is as long as may be
+# OpenAI's completions and conversations; KServe's whole answers and streams.
+HTTP_APIS, KSERVE_APIS = ("openai", "chat"), ("kserve", "kserve_stream")
+APIS = HTTP_APIS + KSERVE_APIS
 CLIENTS = ("client-0", "client-1", "client-2", "client-3")
 
 
@@ -106,7 +109,7 @@ class Request:
     step_act: str = "leave"  # or cancel, drop
     retries: int = 0  # how often a client sends it again that was told UNAVAILABLE
     tenant: str = ""
-    api: str = ""  # or openai, kserve
+    api: str = ""  # or one of APIS
 
     @property
     def disturbs(self) -> bool:
@@ -262,7 +265,7 @@ def _requests(draw: random.Random, fleet: Fleet, profile: str, count: int, secon
         # A worker's pool holds all of one request.
         values["tokens"] = min(values["tokens"], fleet.blocks * 16 - values["length"] - 20, longest)
         if draw.random() < others and not values["image"] and not values["tenant"]:
-            values["api"] = draw.choice(("openai", "openai", "kserve"))
+            values["api"] = draw.choice(APIS)
         elif draw.random() < kept:
             values["keep"] = draw.choice((2.0, 8.0))
         if profile != "plain":

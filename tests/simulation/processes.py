@@ -10,7 +10,7 @@ from services.server import host_worker
 from simulation.facades import HTTP_PORT
 from simulation.invariants.fleet import BURST_SECONDS
 from simulation.loop import Node
-from simulation.plan import Plan
+from simulation.plan import HTTP_APIS, Plan
 
 _DRAIN_SECONDS = 2.0
 
@@ -18,7 +18,7 @@ _DRAIN_SECONDS = 2.0
 def router_of(plan: Plan, node: Node, registry: Any) -> Any:
     """A router by the product's own assembly, to be entered."""
     fleet = plan.fleet
-    has_http = any(asked.api == "openai" for asked in plan.requests)
+    has_http = any(asked.api in HTTP_APIS for asked in plan.requests)
     quota = {
         "requests_per_second": fleet.requests_per_second,
         "burst_seconds": BURST_SECONDS,

@@ -7,17 +7,24 @@ from io import BytesIO
 
 from PIL import Image
 
-from simulation.plan import Request
+from simulation.plan import KSERVE_APIS, Request
 
 _LETTERS = tuple(b"abcdefghijklmnopqrstuvwxyz ")
 _IMAGE_ID, _IMAGE_TOKENS = 257, 4
 
 
 def prompt_of(asked: Request) -> list[int]:
-    """The ids of a prompt without an image, which KServe has as text. Prompts of one prefix begin alike."""
-    if asked.api == "kserve":
-        return [97 + (position * 7 + asked.prefix * 31) % 26 for position in range(asked.length)]
+    """The ids of a prompt without an image. Prompts of one prefix begin alike."""
+    if asked.api == "chat":
+        return list(f"user: {letters_of(asked)}assistant: ".encode())
+    if asked.api in KSERVE_APIS:
+        return list(letters_of(asked).encode())
     return [(position * 7 + asked.prefix * 31) % 200 + 20 for position in range(asked.length)]
+
+
+def letters_of(asked: Request) -> str:
+    """The prompt for an API that has text."""
+    return bytes(97 + (position * 7 + asked.prefix * 31) % 26 for position in range(asked.length)).decode()
 
 
 def text_of(asked: Request) -> str:

@@ -26,6 +26,7 @@ from simulation.clients import Client, Result
 from simulation.entropy import Time
 from simulation.etcd import SimulatedEtcd
 from simulation.invariants import INVARIANTS, Invariant
+from simulation.invariants.fleet import PROBE_TOKENS, PROBES
 from simulation.loop import NODE, Deadlock, Node, SimulatedLoop
 from simulation.network import Network
 from simulation.plan import CLIENTS, Plan, Request
@@ -43,9 +44,9 @@ _QUIET_LOOKS = 5  # so many times as rarely
 # How often a worker looks at its load: a third of a run would go into it.
 _LOAD_SECONDS = 0.25
 _LONGEST_SECONDS = 2000.0  # of a run, with all its rounds
-_PROBES = 3  # of each router
-# The numbers of the first requests in quiet, before and after those of the plan, and between those of two rounds.
-_WARM_UP, _PROBE, _ROUND = 8000, 9000, 1000
+# The numbers of the first requests in quiet: before those of the plan, and after each round; and the step to the next.
+_WARM_UP, _PROBE, _NEXT_PROBE = 8000, 9000, 100
+_ROUND = 1000  # the step of the requests of the plan
 
 
 class World:
@@ -226,7 +227,7 @@ class World:
         await asyncio.gather(self._ask_all(0), self.chaos.run())
         exiting.cancel()
         await self.chaos.finish()
-        await self._settle()
+        await self._settle(0)
         if self.plan.rounds > 1:
             await self._repeat()
         if looking.done():
@@ -242,7 +243,7 @@ class World:
         while number < self.plan.rounds or any(each.wants_round(number) for each in self.invariants):
             self.is_quiet = False
             await self._ask_all(number * _ROUND)
-            await self._settle()
+            await self._settle(number)
             await self._measure()
             number += 1
 
@@ -267,6 +268,7 @@ class World:
 
     def _ask(self, index: int, asked: Request) -> "asyncio.Future[None]":
         client = Client(self, index, asked)
+        assert client.request_id not in self.steps.ids, "laws tell requests apart by their ids"
         self.results.append(client.result)
         for each in self.invariants:
             each.asked(client)
@@ -298,7 +300,7 @@ class World:
                 client.leave_all()
                 self._end_client(client)
 
-    async def _settle(self) -> None:
+    async def _settle(self, number: int) -> None:
         """Waits until all is quiet, asks each router a few things more, and waits again."""
         self.log("quiet")
         self.network.heal()
@@ -307,7 +309,7 @@ class World:
         self.is_quiet = True
         quiet = _QUIET_SECONDS if self.plan.faults else _KEPT_SECONDS
         await asyncio.sleep(quiet + self.plan.fleet.lease_seconds)
-        await self._probe(_PROBE)
+        await self._probe(_PROBE + number * _NEXT_PROBE)
         await asyncio.sleep(1.0)
 
     def _tell_client(self, step: str, _node: str, request_id: str) -> None:
@@ -318,9 +320,9 @@ class World:
     async def _probe(self, first_index: int) -> None:
         """Asks each router a few things."""
         probes = [
-            Request(0.0, 0, router, 20 + 16 * number, 3, 5, number, tenant="probe")
+            Request(0.0, 0, router, 20 + 16 * number, 3, PROBE_TOKENS, number, tenant="probe")
             for router in range(self.plan.fleet.routers)
-            for number in range(_PROBES)
+            for number in range(PROBES)
         ]
         await asyncio.wait([self._ask(first_index + number, probe) for number, probe in enumerate(probes)])
 

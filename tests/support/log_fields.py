@@ -2,7 +2,7 @@
 
 from structlog.typing import EventDict, WrappedLogger
 
-from runtime.logs import log_fields
+from runtime.telemetry.logs import log_fields
 
 
 def merge_log_fields(_logger: WrappedLogger, _method: str, event: EventDict) -> EventDict:

@@ -5,7 +5,7 @@ import json
 import time
 from typing import Final, cast
 
-from benchmarks.peers.clients.load import PROMPTS, Answer
+from benchmarks.peers.clients.load import PROMPTS, STEP_SECONDS, Answer
 
 _EVENT: Final = b"data: "
 _DONE: Final = b"data: [DONE]"
@@ -82,7 +82,8 @@ class HttpClient:
     async def answer(self, model: str, tokens: int) -> Answer:
         connection = self._idle.pop() if self._idle else await self._open()
         asked = {"model": self._served or model, "user": model, "prompt": next(PROMPTS), "max_tokens": tokens}
-        body = json.dumps({**asked, "stream": True, "ignore_eos": True}).encode()
+        speed = list(STEP_SECONDS).index(model)  # By gRPC smg passes on a seed, but no user.
+        body = json.dumps({**asked, "seed": speed, "stream": True, "ignore_eos": True}).encode()
         answer = await connection.answer(body, tokens)
         self._idle.append(connection)
         return answer

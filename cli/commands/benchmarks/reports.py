@@ -4,7 +4,7 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
-from cli.outputs import require_writable, write_text
+from cli.outputs import explained, require_writable, write_text
 from cli.terminal import errors
 from devtools.bench import report
 from devtools.bench.comparison import Comparison, comparison_json, comparison_markdown, comparison_plot
@@ -46,14 +46,16 @@ def write_steps(arguments: argparse.Namespace, summaries: Sequence[Summary], tar
     title = " ".join(filter(None, ["baton bench", arguments.action, arguments.mode]))
     _write(arguments, report.markdown(title, summaries, targets), report.as_json(title, summaries, targets))
     if arguments.plot is not None:
-        report.plot(Path(arguments.plot), title, summaries)
+        with explained("--plot", arguments.plot):
+            report.plot(Path(arguments.plot), title, summaries)
 
 
 def write_comparison(arguments: argparse.Namespace, comparison: Comparison) -> None:
     """The same of several servers."""
     _write(arguments, comparison_markdown(comparison), comparison_json(comparison))
     if arguments.plot is not None:
-        comparison_plot(Path(arguments.plot), comparison)
+        with explained("--plot", arguments.plot):
+            comparison_plot(Path(arguments.plot), comparison)
 
 
 def _write(arguments: argparse.Namespace, markdown: str, json: str) -> None:

@@ -8,11 +8,16 @@ from collections.abc import Callable, Collection, Sequence
 
 from router.text.parsing.parts import BrokenCall, CallPiece, Part, Text, ToolCall, overlap, plain
 
+# A head is looked for in so many characters of each longer text.
+_LONGEST_HEAD = 1024
 _STRUCTURE = re.compile(r'\\.|["{}\[\]]', re.DOTALL)
 
 
 class GrowingArguments:
-    """The arguments in a growing text, which begins with a head that names the call, one of `names`."""
+    """The arguments in a growing text, which begins with a head that names the call, one of `names`.
+
+    The name is the last group that the head has found.
+    """
 
     def __init__(self, head: re.Pattern[str], names: Collection[str]) -> None:
         self._head = head
@@ -22,6 +27,11 @@ class GrowingArguments:
         self._depth = 0
         self._is_quoted = False
         self._has_ended = False
+
+    def pieces(self, text: str) -> list[Part]:
+        """The arguments that have come since the last call."""
+        is_begun, more = bool(self.name), self.more(text)
+        return [CallPiece(self.name, more)] if more or (more is not None and not is_begun) else []
 
     def more(self, text: str) -> str | None:
         """The part of the arguments that has come since the last call; None before the call's name is known."""
@@ -33,10 +43,10 @@ class GrowingArguments:
         return text[begin : self._at]
 
     def _find_head(self, text: str) -> bool:
-        found = self._head.match(text)
-        if found is None or found[1] not in self._names:
+        found = self._head.match(text, 0, _LONGEST_HEAD)
+        if found is None or found[found.lastindex or 0] not in self._names:
             return False
-        self.name, self._at = found[1], found.end()
+        self.name, self._at = found[found.lastindex or 0], found.end()
         return True
 
     def _scan(self, text: str) -> int:
@@ -138,10 +148,7 @@ class BlockParser:
 
     def _pieces(self, block: str) -> list[Part]:
         """The arguments that have come of the block that has begun."""
-        if self._arguments is None:
-            return []
-        is_begun, more = bool(self._arguments.name), self._arguments.more(block)
-        return [CallPiece(self._arguments.name, more)] if more or (more is not None and not is_begun) else []
+        return self._arguments.pieces(block) if self._arguments else []
 
     def _unread(self, block: str) -> list[Part]:
         """A block that is no call: text, unless it has been sent as the beginning of one."""
@@ -182,24 +189,27 @@ class BlockParser:
 class WholeAnswerParser:
     """Calls that are the whole answer, from its first character: one of `openings`, white space aside.
 
-    Other answers go through to `otherwise`.
+    Other answers go through to `otherwise`. With `growing` the arguments of the first call come as they grow.
     """
 
-    def __init__(self, openings: Sequence[str], read: Read, otherwise: BlockParser) -> None:
+    def __init__(
+        self, openings: Sequence[str], read: Read, otherwise: BlockParser, growing: GrowingArguments | None = None
+    ) -> None:
         self._openings = openings
         self._read = read
         self._otherwise = otherwise
+        self._growing = growing
         self._held = ""
         self._is_undecided = True
 
     def push(self, text: str) -> list[Part]:
-        """Nothing while the answer may be a call."""
+        """Only arguments while the answer may be a call."""
         if not self._is_undecided:
             return self._otherwise.push(text)
         self._held += text
         opening = "".join(self._held[:256].split())
         if any(opening.startswith(one) or one.startswith(opening) for one in self._openings):
-            return []
+            return self._growing.pieces(self._held) if self._growing else []
         self._is_undecided = False
         held, self._held = self._held, ""
         return self._otherwise.push(held)
@@ -210,7 +220,9 @@ class WholeAnswerParser:
         if not self._is_undecided:
             return self._otherwise.flush()
         calls = self._read(held)
-        return _calls(calls, held) if calls else plain(held)
+        if calls:
+            return _calls(calls, held)
+        return [BrokenCall(held)] if self._growing and self._growing.name else plain(held)
 
 
 def _calls(calls: Sequence[tuple[str, str]], raw: str) -> list[Part]:

@@ -153,8 +153,16 @@ def _known(names: Collection[str]) -> Callable[[str], Sequence[_Call] | None]:
     return read
 
 
-# With the marker; the next character begins the arguments.
-_HERMES_HEAD = re.compile(r'<tool_call>\s*\{\s*"name"\s*:\s*"([^"\\]*)"\s*,\s*"arguments"\s*:\s*(?=\{)')
+def _head(begin: str) -> "re.Pattern[str]":
+    """How a call begins, with its marker; the next character begins the arguments."""
+    return re.compile(begin + r"\s*(?=\{)", re.DOTALL)
+
+
+_NAMED = r'\s*\{\s*"name"\s*:\s*"([^"\\]*)"\s*,\s*"(?:arguments|parameters)"\s*:'
+_HERMES_HEAD = _head("<tool_call>" + _NAMED)
+_LLAMA_HEAD, _PYTHON_TAG_HEAD = _head(_NAMED), _head(r"<\|python_tag\|>" + _NAMED)
+_MISTRAL_HEAD = _head(rf"\[TOOL_CALLS\](?:\s*\[{_NAMED}|\s*([\w.\-]+)(?:\[CALL_ID\]\w+)?\[ARGS\])")
+_DEEPSEEK_HEAD = _head("<｜tool▁calls▁begin｜>" + _DEEPSEEK_CALL.pattern)
 
 HERMES = ToolFormat(
     "hermes",
@@ -167,17 +175,24 @@ HERMES = ToolFormat(
         "<tool_call>", "</tool_call>", _read_hermes, lambda: GrowingArguments(_HERMES_HEAD, names)
     ),
 )
+_LLAMA_OPENINGS = '{"name":', '{"type":"function"', '{"function":'
 LLAMA = ToolFormat(
     "llama",
     ("<|python_tag|>", "Environment: ipython"),
     ("<|python_tag|>",),
     lambda names: WholeAnswerParser(
-        ('{"name":', '{"type":"function"', '{"function":'),
+        _LLAMA_OPENINGS,
         _known(names),
         BlockParser("<|python_tag|>", "", _read_llama),
     ),
     frame=lambda name: (f'{{"name": "{name}", "parameters": ', "}"),
     trigger='{"name": ',
+    open_growing=lambda names: WholeAnswerParser(
+        _LLAMA_OPENINGS,
+        _known(names),
+        BlockParser("<|python_tag|>", "", _read_llama, lambda: GrowingArguments(_PYTHON_TAG_HEAD, names)),
+        GrowingArguments(_LLAMA_HEAD, names),
+    ),
 )
 MISTRAL = ToolFormat(
     "mistral",
@@ -188,6 +203,9 @@ MISTRAL = ToolFormat(
     id_length=9,  # the template refuses other lengths
     frame=lambda name: (f'[TOOL_CALLS][{{"name": "{name}", "arguments": ', "}]"),
     trigger="[TOOL_CALLS]",
+    open_growing=lambda names: BlockParser(
+        "[TOOL_CALLS]", "", _read_mistral, lambda: GrowingArguments(_MISTRAL_HEAD, names)
+    ),
 )
 DEEPSEEK = ToolFormat(
     "deepseek",
@@ -199,4 +217,10 @@ DEEPSEEK = ToolFormat(
         "<｜tool▁call▁end｜><｜tool▁calls▁end｜>",
     ),
     trigger="<｜tool▁calls▁begin｜>",
+    open_growing=lambda names: BlockParser(
+        "<｜tool▁calls▁begin｜>",
+        "<｜tool▁calls▁end｜>",
+        _read_deepseek,
+        lambda: GrowingArguments(_DEEPSEEK_HEAD, names),
+    ),
 )

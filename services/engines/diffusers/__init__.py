@@ -5,4 +5,5 @@ pipeline.py   a checkpoint's pipeline: its class, what it can do, and one batch 
 tea_cache.py  leaves out the work of steps that change little
 files.py      pictures and clips as files
 engine.py     the engine; the thread: batches of equal shapes, steps, cancellation, measured times
+replicas.py   several such engines, on several GPUs
 """

@@ -38,8 +38,10 @@ class DiffusionConfig(EngineConfig):
         "copied while others are computed.",
     )
     tea_cache: TeaCacheConfig | None = None
-    data_parallel_size: int = Field(default=1, ge=1, description="Only 1: start more workers instead.")
-    tensor_parallel_size: int = Field(default=1, ge=1, description="Only 1: a pipeline runs on one GPU.")
+    data_parallel_size: int = Field(
+        default=1, ge=1, le=64, description="GPUs with a copy of the pipeline each, from the first one on."
+    )
+    tensor_parallel_size: int = Field(default=1, ge=1, description="Only 1: a picture is drawn on one GPU.")
     width: int = Field(default=0, ge=0, description="Where a request has none; 0 is the pipeline's own.")
     height: int = Field(default=0, ge=0)
     steps: int = Field(default=20, ge=1)
@@ -69,11 +71,11 @@ class DiffusionConfig(EngineConfig):
             raise ValueError(f"{folder} has no model_index.json")
         return folder.expanduser()
 
-    @field_validator("data_parallel_size", "tensor_parallel_size")
+    @field_validator("tensor_parallel_size")
     @classmethod
     def _is_one(cls, size: int) -> int:
         if size > 1:
-            raise ValueError(f"a pipeline runs on one GPU, and not on {size}; start more workers of the model instead")
+            raise ValueError(f"a picture is drawn on one GPU, and not on {size}; data_parallel_size draws more at once")
         return size
 
     @model_validator(mode="after")
@@ -82,6 +84,8 @@ class DiffusionConfig(EngineConfig):
             raise ValueError(f"frames is {self.frames}, more than max_frames, {self.max_frames}")
         if self.tea_cache and self.cpu_offload == "stream":
             raise ValueError("tea_cache: not with cpu_offload: stream, which needs the same layers in each step")
+        if self.data_parallel_size > 1 and ":" in self.device:
+            raise ValueError(f"data_parallel_size: {self.device} is one GPU; device: cuda has them all")
         return self
 
     @property

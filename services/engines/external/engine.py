@@ -7,14 +7,14 @@ from typing import Any
 from baton.errors import Unsupported
 from services.engines.answer import Finished, Tokens
 from services.engines.base import Engine, ModelFacts
-from services.engines.canary import Canary
 from services.engines.external.held_kv import HeldHandoffs
 from services.engines.external.requests import ExternalGeneration, ExternalRequests
-from services.engines.generation import Generation
 from services.engines.kv import PulledKv
 from services.engines.kv_transfer import RemoteKv
 from services.engines.prompt import Prompt, Sampling
-from services.engines.request_context import current_freed_kv
+from services.engines.running.canary import Canary
+from services.engines.running.generation import Generation
+from services.engines.running.request_context import current_freed_kv
 
 CANARY_SALT = "baton-canary"
 

@@ -12,8 +12,8 @@ from typing_extensions import Self
 from baton.errors import ConfigError, InvalidRequest, LoraNotHere, Overloaded
 from runtime.aio import TaskGroup
 from services.engines.lora.catalog import NOTHING, CatalogEntry, read_catalog
+from services.engines.lora.inventory import LoraInventory, LoraRejection
 from services.engines.lora.options import LoraOptions
-from services.engines.loras import LoraInventory, LoraRejection
 from services.engines.prompt import Lora
 
 _log = structlog.get_logger(__name__)

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from baton.errors import ConfigError
+from services.engines.lora.inventory import LoraRejection, RankedLora
 from services.engines.lora.peft_folder import CONFIG, WEIGHTS, content_digest, read_peft_config
-from services.engines.loras import LoraRejection, RankedLora
 from services.engines.prompt import Lora
 
 # A name is part of a model's name, `<model>:<adapter>`.

@@ -37,9 +37,10 @@ UNSHARED = AllocationRules()
 def uncount(references: Counter[int], blocks: Iterable[int]) -> None:
     """Takes one reference from each of these; those without any are no keys any more."""
     for block in blocks:
-        references[block] -= 1
-        if not references[block]:
-            del references[block]
+        if left := references[block] - 1:
+            references[block] = left
+        else:
+            references.pop(block, None)  # not `del`, which is a method in Python
 
 
 class KeptBlocks:

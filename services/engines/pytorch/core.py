@@ -17,6 +17,7 @@ from services.engines.pytorch.config import PyTorchConfig
 from services.engines.pytorch.facts import facts_of
 from services.engines.pytorch.guidance.vocabulary import open_vocabulary
 from services.engines.pytorch.kv_cache.blocks import CacheListener, HashChain
+from services.engines.pytorch.kv_cache.tiers.tiers import KvTiers
 from services.engines.pytorch.lora.layers import NO_SLOT
 from services.engines.pytorch.model import checkpoint
 from services.engines.pytorch.parallel.followers import Followers
@@ -27,7 +28,7 @@ from services.engines.pytorch.sampling.sampling import SamplerState
 from services.engines.pytorch.sequence import Event, Failed, Sink, State, TokenSequence
 from services.engines.pytorch.speculation.drafting import Drafter
 from services.engines.pytorch.steps.outcomes import StepOutcomes
-from services.engines.pytorch.steps.pipeline import StepPipeline
+from services.engines.pytorch.steps.pipeline import LOAD_POLL_SECONDS, StepPipeline
 from services.engines.pytorch.steps.scheduler import Scheduler
 from services.engines.pytorch.steps.tier_loads import BlockReservation
 
@@ -227,8 +228,12 @@ class EngineCore:
         if self._pool.available * self._block_tokens < self._warm_up_prompt_tokens + _WARM_UP_TOKENS:
             return  # decodes of an earlier process have all blocks, and go on at once
         self._run_short_prompt()
-        if self.tiers is not None:
-            self.tiers.begin(min(self._run_short_prompt() for _ in range(3)))
+        if self.tiers is None:
+            return
+        step = min(self._run_short_prompt() for _ in range(3))
+        has_room = self._pool.available * self._block_tokens >= self._block_tokens + 2 * self._warm_up_prompt_tokens
+        loads = [self._load_short_prompt(self.tiers) - step for _ in range(3 if has_room else 0)]
+        self.tiers.begin(step, min(loads, default=None))
 
     @property
     def _warm_up_prompt_tokens(self) -> int:
@@ -236,14 +241,29 @@ class EngineCore:
 
     def _run_short_prompt(self) -> float:
         """Runs a prompt of 32 tokens at most; returns the seconds to its first token. Raises its error."""
+        sequence = self._run(Prompt((0,) * self._warm_up_prompt_tokens, cache_salt=secrets.token_hex()))
+        self._pool.drop(sequence.chain.upto(sequence.tokens, sequence.computed))
+        return sequence.first_token_at - sequence.started
+
+    def _load_short_prompt(self, tiers: KvTiers) -> float:
+        """Runs a prompt of which the first block is loaded; returns the seconds to its first token."""
+        tokens = min(self._block_tokens + self._warm_up_prompt_tokens, self._parts.limits.max_context_tokens - 1)
+        prompt = Prompt((0,) * tokens, cache_salt=secrets.token_hex())
+        first = self._run(prompt)
+        tiers.settle(self._pool.demote(first.chain.upto(first.tokens, self._block_tokens)))
+        sequence = self._run(prompt)
+        self._pool.drop(sequence.chain.upto(sequence.tokens, sequence.computed))
+        return sequence.first_token_at - sequence.started
+
+    def _run(self, prompt: Prompt) -> TokenSequence:
+        """Runs a prompt and some tokens alone. Raises its error."""
         outcome: list[Event] = []
-        prompt = Prompt((0,) * self._warm_up_prompt_tokens, cache_salt=secrets.token_hex())
         sampling = Sampling(max_tokens=_WARM_UP_TOKENS, temperature=0.0, ignore_eos=True)
         sequence = self.new_sequence(prompt, sampling, outcome.append, hold=False)
         self.submit(sequence)
-        while self.steps.step():
-            pass
-        self._pool.drop(sequence.chain.upto(sequence.tokens, sequence.computed))
+        while self.steps.step() or self.scheduler.loading:
+            if self.scheduler.loading:
+                time.sleep(LOAD_POLL_SECONDS)
         if isinstance(outcome[-1], Failed):
             raise outcome[-1].error
-        return sequence.first_token_at - sequence.started
+        return sequence

@@ -12,8 +12,8 @@ import torch
 from typing_extensions import Self
 
 from baton.errors import BatonError, InvalidRequest, Unsupported
+from runtime.threads import of_many
 from services.engines.base import Engine, EngineLoad, ModelFacts, PromptProgress
-from services.engines.canary import Canary
 from services.engines.context import KeptMemory
 from services.engines.journal.journal import Journal, RecoveredDecode
 from services.engines.kv import BlockMemory, HeldKv, PulledKv
@@ -41,7 +41,8 @@ from services.engines.pytorch.stall_detector import StallDetector
 from services.engines.pytorch.steps.tier_loads import BlockReservation
 from services.engines.pytorch.stream import DecodeStream, EventQueue, Queued
 from services.engines.pytorch.validation import check_prompt, check_sampling
-from services.engines.request_context import FreedKv, current_freed_kv
+from services.engines.running.canary import Canary
+from services.engines.running.request_context import FreedKv, current_freed_kv
 
 
 class PyTorchEngine(Engine):
@@ -198,9 +199,9 @@ class PyTorchEngine(Engine):
     async def prefill_reporting(self, prompt: Prompt, sampling: Sampling, progress: PromptProgress | None) -> HeldKv:
         """Computes a prompt as `prefill` does, with progress (ReportsProgress)."""
         assert prompt.is_computable
-        check_prompt(prompt, self.facts)
+        await of_many(prompt.num_tokens, partial(check_prompt, prompt, self.facts))
         check_sampling(sampling, self.facts)
-        if len(prompt.context) >= self.facts.max_context_tokens or len(prompt.emitted) >= sampling.max_tokens:
+        if prompt.num_tokens >= self.facts.max_context_tokens or len(prompt.emitted) >= sampling.max_tokens:
             raise InvalidRequest.of("emitted", "leaves no token to be generated")
         events = EventQueue()
         sequence = self._sequence(prompt, sampling, events, hold=True)
@@ -217,18 +218,18 @@ class PyTorchEngine(Engine):
 
     async def reserve(self, prompt: Prompt, num_tokens: int) -> ReservedBlocks:
         """Reserves blocks for a pull of `num_tokens` tokens of `prompt.context`. See DecodeEngine."""
-        check_prompt(prompt, self.facts)
+        await of_many(prompt.num_tokens, partial(check_prompt, prompt, self.facts))
         if not self.facts.takes_handoffs:
             raise Unsupported(
                 "engine.tensor_parallel_size: a split model without a shared pool cannot receive KV from other workers"
             )
-        if not 0 < num_tokens <= len(prompt.context):
-            raise InvalidRequest.of("handoff.num_tokens", f"must be 1 to {len(prompt.context)}, as the prompt has")
+        if not 0 < num_tokens <= prompt.num_tokens:
+            raise InvalidRequest.of("handoff.num_tokens", f"must be 1 to {prompt.num_tokens}, as the prompt has")
         if num_tokens >= self.facts.max_context_tokens:
             raise InvalidRequest.of("prompt", f"leaves no room for an answer within {self.facts.max_context_tokens}")
         granted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         chain = HashChain(prompt.cache_salt, self.facts.layout.block_tokens, prompt.media, prompt.chain_seed)
-        hashes = chain.upto(prompt.context, num_tokens)
+        hashes = await of_many(num_tokens, lambda: chain.upto(prompt.context, num_tokens))
 
         def settled(error: BatonError | None) -> None:
             self._loop.notify(partial(_settle, granted, error))

@@ -8,8 +8,8 @@ from typing import Any, Generic, Protocol, TypeVar
 from typing_extensions import Self
 
 from services.engines.base import EncoderLoad, EnginePart, ModelFacts
-from services.engines.canary import Canary
 from services.engines.pytorch.batch_loop import BatchLoop
+from services.engines.running.canary import Canary
 
 
 class PartConfig(Protocol):

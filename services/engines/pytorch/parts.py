@@ -7,7 +7,6 @@ from dataclasses import dataclass
 import torch
 
 from baton.errors import ConfigError
-from services.engines import metrics
 from services.engines.context import KeptMemory
 from services.engines.journal.journal import FoundDecode, Journal
 from services.engines.journal.slots import SlotShape
@@ -27,6 +26,7 @@ from services.engines.pytorch.runners.fused_runner import Sizes
 from services.engines.pytorch.runners.runner import StepRunner
 from services.engines.pytorch.runners.selection import fused_runner, open_runner
 from services.engines.pytorch.steps.scheduler import SchedulerLimits
+from services.engines.running import metrics
 
 # A slot of the journal is a decode's until its answer has been kept for its grace.
 _SLOTS_PER_SEQUENCE = 4

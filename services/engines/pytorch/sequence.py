@@ -13,7 +13,7 @@ from services.engines.journal.slots import Slot
 from services.engines.kv_events import KvTier
 from services.engines.prompt import MediaSpan, Prompt, Retained, Sampling
 from services.engines.pytorch.kv_cache.blocks import HashChain
-from services.engines.pytorch.kv_cache.tiers.jobs import Load
+from services.engines.pytorch.kv_cache.tiers.jobs import PrefixLoad
 from services.engines.pytorch.lora.layers import NO_SLOT
 from services.engines.pytorch.sampling.prompt_logprobs import LARGEST_CHUNK, PromptReport
 from services.engines.pytorch.sampling.sampling import SamplerState
@@ -119,7 +119,9 @@ class TokenSequence:
     stored_blocks: int = 0
     cached_tokens: int = 0
     loaded_tokens: dict[KvTier, int] = field(default_factory=dict)  # of cached_tokens, those that were below the pool
-    load: Load | None = None  # of blocks from a tier below the pool
+    load: PrefixLoad | None = None  # of blocks from a tier below the pool
+    loaded_blocks: int = 0  # those that were below the pool, if all that was to be loaded came
+    deferred: int = 0  # steps that have passed while its load was prepared
     parked: BlockContents | None = None  # its unfinished block, while it is preempted
     pulled: bool = False
     yields: bool = False  # ends at its next token, and goes on elsewhere

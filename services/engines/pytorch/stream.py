@@ -10,13 +10,13 @@ from types import TracebackType
 from typing import Any
 
 from services.engines.answer import Finished, Tokens
-from services.engines.generation import Generation
 from services.engines.journal.slots import Slot
 from services.engines.kv import HeldKv, LentKv
 from services.engines.pytorch.core import EngineCore
 from services.engines.pytorch.engine_loop import EngineLoop
 from services.engines.pytorch.kv_cache.held_kv import HeldPrompt, lend
 from services.engines.pytorch.sequence import Event, Failed, Held, HeldDecode, Token, TokenSequence
+from services.engines.running.generation import Generation
 
 
 class EventQueue:

@@ -114,12 +114,10 @@ class Contents:
                 self._blocks.register(sequence.blocks[index], content_hash)
 
     def verify(self, sequence: Running) -> None:
-        """Raises EngineFailed if the pulled blocks belong to another prompt. Call it before anything is computed."""
+        """Raises EngineFailed if the pulled blocks belong to another prompt. On any thread."""
         for index, block_id in enumerate(sequence.blocks):
             if self._memory.block(block_id) != self._bytes(sequence.content_hash(index, sequence.computed)):
                 raise EngineFailed(f"block {index} of the pulled KV does not belong to this prompt")
-        for index in range(sequence.computed // self._block_tokens):
-            self._blocks.register(sequence.blocks[index], sequence.hashes[index])
 
     def register(self, block_ids: Sequence[int], hashes: Sequence[bytes]) -> None:
         """Adds full blocks that were pulled to the index. Raises EngineFailed if one belongs to another prompt."""

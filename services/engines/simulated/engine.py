@@ -14,16 +14,18 @@ from functools import partial
 from typing_extensions import Self
 
 from baton.errors import EngineFailed, InvalidRequest, Unsupported
+from rpc.violations import Violations
 from runtime.aio import TaskGroup
 from runtime.clock import monotonic
+from runtime.threads import of_many
 from services.engines.answer import Finished, FinishReason, Tokens
 from services.engines.base import Engine, EngineLoad, ModelFacts, PromptProgress
-from services.engines.generation import ClosingStream
 from services.engines.kv import PulledKv
 from services.engines.kv_events import KvChange
 from services.engines.memory.allocation import UNSHARED, AllocationRules, uncount
 from services.engines.memory.shared_pool import OwnedBlocks, SharedPool
 from services.engines.prompt import Prompt, Sampling
+from services.engines.running.generation import ClosingStream
 from services.engines.simulated.config import SimulatedConfig
 from services.engines.simulated.encoder import check_embeddings
 from services.engines.simulated.facts import kv_layout, model_facts
@@ -114,6 +116,7 @@ class SimulatedEngine(Engine):
         """Computes a prompt as `prefill` does, with progress (ReportsProgress)."""
         sequence = self._run_here(prompt, sampling)
         sequence.held, sequence.progress = True, progress
+        await self._prepare(sequence)
         try:
             self._of(sequence).enqueue(sequence)
             await sequence.changed.wait()
@@ -127,7 +130,8 @@ class SimulatedEngine(Engine):
         """Reserves blocks for a pull. See DecodeEngine."""
         self._check_fits(num_tokens + 1)
         size = self._config.block_tokens
-        claim = Claim(-(-num_tokens // size), chain(prompt, prompt.context[:num_tokens], size))
+        hashes = await of_many(num_tokens, lambda: chain(prompt, prompt.context[:num_tokens], size))
+        claim = Claim(-(-num_tokens // size), hashes)
         rank = self._ranks.of_prompt(prompt)
         scheduler = rank.scheduler
         try:
@@ -166,7 +170,7 @@ class SimulatedEngine(Engine):
     async def generate(self, sequence: Sequence) -> AsyncGenerator[Tokens | Finished, None]:
         """Generates to the end."""
         try:
-            self.begin(sequence)
+            await self.begin(sequence)
             while True:
                 await sequence.changed.wait()
                 sequence.changed.clear()
@@ -180,15 +184,28 @@ class SimulatedEngine(Engine):
         finally:
             self._of(sequence).drop(sequence)
 
-    def begin(self, sequence: Sequence) -> None:
+    async def begin(self, sequence: Sequence) -> None:
         """Lets a sequence join the batch, once its KV is found to be right."""
+        await self._prepare(sequence)
         rank = self._ranks.all[sequence.rank]
-        rank.contents.verify(sequence)
+        await of_many(sequence.computed, partial(rank.contents.verify, sequence))
+        rank.contents.register(sequence.blocks, sequence.hashes[: sequence.computed // self._config.block_tokens])
         if sequence.generated < sequence.sampling.max_tokens:
             rank.scheduler.enqueue(sequence)
             return
         sequence.finish = FinishReason.LENGTH
         sequence.changed.set()
+
+    async def _prepare(self, sequence: Sequence) -> None:
+        """Prepares a sequence of ids of the vocabulary."""
+        await of_many(sequence.prompt.num_tokens, partial(self._check_ids, sequence.prompt))
+        await of_many(sequence.prompt.num_tokens, sequence.prepare)
+
+    def _check_ids(self, prompt: Prompt) -> None:
+        violations = Violations()
+        violations.token_ids("prompt", prompt.token_ids, self._vocabulary.size)
+        violations.token_ids("emitted", prompt.emitted, self._vocabulary.size)
+        violations.raise_any()
 
     def _run_here(self, prompt: Prompt, sampling: Sampling) -> Sequence:
         assert prompt.is_computable
@@ -214,7 +231,7 @@ class SimulatedEngine(Engine):
             undo.callback(rank.scheduler.release, blocks)
             sequence = self._sequence(kv.prompt, sampling)
             sequence.rank = rank.number
-            if len(sequence.ids) <= reservation.num_tokens:
+            if kv.prompt.num_tokens <= reservation.num_tokens:
                 raise InvalidRequest.of("emitted", f"nothing follows the {reservation.num_tokens} pulled tokens")
             undo.pop_all()
         sequence.adopt(blocks, reservation.num_tokens, reservation.cached_blocks)
@@ -263,10 +280,7 @@ class SimulatedEngine(Engine):
     def _check_prompt(self, prompt: Prompt) -> None:
         if not prompt.token_ids:
             raise InvalidRequest.of("prompt", "has no tokens")
-        for name, ids in (("prompt", prompt.token_ids), ("emitted", prompt.emitted)):
-            if ids and max(ids) >= self._vocabulary.size:
-                raise InvalidRequest.of(name, f"{max(ids)} is outside the vocabulary of {self._vocabulary.size}")
-        self._check_fits(len(prompt.context) + 1)
+        self._check_fits(prompt.num_tokens + 1)
         check_embeddings(prompt.media)
 
     def _check_fits(self, num_tokens: int) -> None:
@@ -286,7 +300,7 @@ class _SteppedStream(ClosingStream):
     async def subscribe(self, ready: Callable[[], None]) -> None:
         """Begins."""
         self._sequence.changed.listener = ready
-        self._engine.begin(self._sequence)
+        await self._engine.begin(self._sequence)
 
     def pull(self) -> tuple[tuple[int, ...], Finished | None]:
         """The new tokens, and the end. Raises the sequence's error."""

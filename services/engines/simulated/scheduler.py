@@ -10,7 +10,6 @@ from collections.abc import Sequence as Items
 from baton.errors import EngineFailed, HandoffLost, Overloaded
 from runtime.aio import timeout
 from runtime.clock import monotonic
-from services.engines import metrics
 from services.engines.answer import FinishReason
 from services.engines.memory.allocation import (
     UNSHARED,
@@ -20,7 +19,8 @@ from services.engines.memory.allocation import (
     grant_blocks,
     no_free_blocks,
 )
-from services.engines.request_context import current_freed_kv
+from services.engines.running import metrics
+from services.engines.running.request_context import current_freed_kv
 from services.engines.simulated.blocks import Blocks, Contents
 from services.engines.simulated.config import SimulatedConfig
 from services.engines.simulated.kv import Claim

@@ -14,12 +14,15 @@ from services.engines.simulated.tokens import TokenStream
 
 
 class Sequence:
-    """`computed` of `ids` have their KV in `blocks`; `hashes` are of all full blocks, computed or not."""
+    """`computed` of `ids` have their KV in `blocks`; `hashes` are of all full blocks, computed or not. Call `prepare`
+    before it is queued.
+    """
 
     def __init__(self, prompt: Prompt, sampling: Sampling, stream: TokenStream, block_tokens: int) -> None:
         self.prompt = prompt
         self.sampling = sampling
-        self.ids = list(prompt.context)
+        self.ids: list[int] = []
+        self.hashes: list[bytes] = []
         self.blocks: list[int] = []
         self.computed = 0
         self.cached_tokens: int | None = None
@@ -37,9 +40,14 @@ class Sequence:
         self.clock = SimulatedClock()
         self._stream = stream
         self._block_tokens = block_tokens
-        self.hashes = chain(prompt, self.ids, block_tokens)
-        stream.see(media_key(prompt.media, 0, len(self.ids)))
-        stream.extend(self.ids)
+
+    def prepare(self) -> None:
+        """Looks at each id of the prompt. On any thread."""
+        prompt = self.prompt
+        self.hashes = chain(prompt, prompt.context, self._block_tokens)
+        self._stream.see(media_key(prompt.media, 0, prompt.num_tokens))
+        self._stream.extend(prompt.context)
+        self.ids = list(prompt.context)
 
     @property
     def reserves(self) -> bool:

@@ -20,8 +20,8 @@ from typing_extensions import Self
 from baton.errors import BatonError, EngineFailed, InvalidRequest, Overloaded
 from runtime.threads import daemon_call
 from services.engines.base import EncoderLoad, ModelFacts
-from services.engines.canary import Canary
 from services.engines.prompt import Embedding, Media
+from services.engines.running.canary import Canary
 from services.engines.trtllm.config import TrtllmConfig
 from services.engines.trtllm.loading import load_encoder, shut_down
 from services.engines.trtllm.model_facts import encoder_facts

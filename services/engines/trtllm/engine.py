@@ -16,10 +16,10 @@ from services.engines.base import EngineLoad
 from services.engines.context import EngineContext
 from services.engines.external.engine import CANARY_SALT, ExternalEngine
 from services.engines.external.held_kv import ExternalKv, ExternalPrefill, HeldHandoffs
-from services.engines.generation import ClosingStream, Generation
 from services.engines.kv_events import KvChange
 from services.engines.kv_transfer import RemoteKv
 from services.engines.prompt import Prompt, Sampling
+from services.engines.running.generation import ClosingStream, Generation
 from services.engines.trtllm.config import TrtllmConfig
 from services.engines.trtllm.loading import load, shut_down
 from services.engines.trtllm.model_facts import model_facts
@@ -155,7 +155,7 @@ class TrtllmEngine(ExternalEngine):
         prompt = source.prompt
         self._builder.check(prompt, is_computed=False)
         self._builder.check_transceiver()
-        if not prompt.emitted or len(prompt.context) != source.num_tokens + 1:
+        if not prompt.emitted or prompt.num_tokens != source.num_tokens + 1:
             raise HandoffLost("more than the first token was sent already; the engine continues only after the first")
         params = results.read_state(self._package, source.state, prompt.context[source.num_tokens :])
         before = replace(prompt, emitted=prompt.emitted[:-1])

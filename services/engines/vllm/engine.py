@@ -15,11 +15,11 @@ from runtime.aio import timeout
 from services.engines.answer import Finished, FinishReason, Tokens
 from services.engines.base import EngineLoad
 from services.engines.external.engine import CANARY_SALT, ExternalEngine
-from services.engines.generation import Generation
 from services.engines.kv_events import KvChange
 from services.engines.kv_transfer import RemoteKv
 from services.engines.lora.adapters import LoraAdapters
 from services.engines.prompt import Prompt, Sampling
+from services.engines.running.generation import Generation
 from services.engines.vllm.config import VllmConfig
 from services.engines.vllm.facts import vllm_facts
 from services.engines.vllm.handoff import Remembered, read_state
@@ -183,7 +183,7 @@ class VllmEngine(ExternalEngine):
         self._require_transfer()
         prompt = source.prompt
         await self._check(prompt, sampling)
-        state = read_state(source.state, self._facts.layout.block_tokens, len(prompt.context) - 1)
+        state = read_state(source.state, self._facts.layout.block_tokens, prompt.num_tokens - 1)
         length = state.remembered.prompt_tokens
         if not len(prompt.token_ids) <= length <= source.num_tokens:
             raise HandoffLost(f"the KV is that of {length} tokens, which does not begin this answer")

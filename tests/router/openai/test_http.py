@@ -5,7 +5,7 @@ import json
 
 import httpx2
 import pytest
-from openai import AsyncOpenAI, AsyncStream
+from openai import APIError, APIStatusError, AsyncOpenAI, AsyncStream
 from openai.types import Completion
 from structlog.testing import capture_logs
 from support.clients.openai_api import ALONE, OPENAI_ROUTER, post, url_of
@@ -130,6 +130,26 @@ async def test_a_router_that_stops_lets_streams_end() -> None:
             first = await anext(aiter(stream))
             reading = asyncio.create_task(_text(stream))
         assert len(first.choices[0].text + await reading) == 50
+
+
+async def test_clients_whose_answers_a_drain_ends_learn_that() -> None:
+    registry = MemoryRegistry("test")
+    slow = simulated("w1", "prefill", "decode", decode_step_seconds=0.05)
+    config = OPENAI_ROUTER.model_copy(update={"drain_seconds": 0.5})
+    async with host_worker(slow, registry), host_router(config, registry) as router:
+        await eventually(lambda: sum(not worker.problem for worker in router.cluster.workers) == 1)
+        url = f"http://{router.openai_address}/v1"
+        client = AsyncOpenAI(base_url=url, api_key="any", default_headers=ALONE, max_retries=0)
+        whole = asyncio.ensure_future(client.completions.create(model="demo", prompt="x", max_tokens=2000))
+        stream = await client.completions.create(model="demo", prompt="x", max_tokens=2000, stream=True)
+        await anext(aiter(stream))
+        reading = asyncio.create_task(_text(stream))
+        await eventually(lambda: len(router.requests) == 2)
+    with pytest.raises(APIStatusError) as refused:
+        await asyncio.wait_for(whole, 60)
+    assert (refused.value.status_code, refused.value.code) == (503, "draining")
+    with pytest.raises(APIError, match="the router ended before the request did"):
+        await asyncio.wait_for(reading, 60)
 
 
 async def _text(stream: AsyncStream[Completion]) -> str:

@@ -4,10 +4,11 @@ import asyncio
 import random
 
 import pytest
+from support.eventually import eventually
 from support.router.demand import LEASE_SECONDS, RATE, ROUTERS, STEP, Demand, assert_bounded, fleet, lender, uses
 from support.router.fleets import Fleet
 
-from baton.errors import QuotaUnavailable
+from baton.errors import QuotaExceeded, QuotaUnavailable
 from router.admission.quotas import Quotas
 from router.config import QuotaConfig, QuotasConfig
 from router.peers.quorum import score
@@ -243,6 +244,44 @@ async def test_a_request_waits_for_the_next_lender_and_no_longer_than_two_second
         await asyncio.sleep(0.01)
         which.clock.advance(0.05)
     assert isinstance(waiting.exception(), QuotaUnavailable)
+
+
+async def test_a_request_waits_for_the_bucket_of_a_new_lender_and_is_refused_by_an_old_one() -> None:
+    """The new one does not know what was left, which is no fault of the tenant."""
+    which = fleet(3, wait_seconds=2.0, tokens_per_second=100, burst_seconds=10)
+    home = lender(which)
+    which.kill(home)
+    which.expire(home)
+    which.clock.advance(1.0)
+    here = lender(which)
+    [there] = which.routers.keys() - {here}
+    waiting = [asyncio.create_task(_charge(which, name, 100)) for name in (here, there)]
+    await eventually(lambda: which.asked[here] > 0)
+    assert not any(task.done() for task in waiting)
+    while not all(task.done() for task in waiting):
+        await asyncio.sleep(0.01)
+        which.clock.advance(0.02)
+    assert [task.exception() for task in waiting] == [None, None]
+    for name in (here, there):
+        with pytest.raises(QuotaExceeded, match="tokens"):
+            await _charge(which, name, 900)
+    at_once = [asyncio.create_task(_charge(which, here, 100)) for _ in range(50)]
+    # No more than it refills in two seconds.
+    await eventually(lambda: sum(task.done() for task in at_once) >= 48)
+    assert sum(not task.done() for task in at_once) in (1, 2)
+    for task in at_once:
+        task.cancel()
+    await asyncio.wait(at_once)
+    which.clock.advance(20.0)
+    assert await uses(which, here, 1000)
+    for name in (here, there):
+        with pytest.raises(QuotaExceeded, match="tokens"):
+            await _charge(which, name, 150)
+
+
+async def _charge(which: Fleet, name: str, tokens: int) -> None:
+    async with which.routers[name].quotas.charge("acme", tokens):
+        pass
 
 
 async def test_requests_that_wait_for_a_lender_ask_for_it_together() -> None:

@@ -105,14 +105,14 @@ async def accepted(attempt: Callable[[], object]) -> int:
 
 async def test_two_routers_give_a_tenant_one_quota_and_not_two() -> None:
     async with pair(with_quota(requests_per_second=0.5, burst_seconds=10)) as fleet:
-        # A home begins with an empty bucket: what the home before it has lent is unknown.
-        await asyncio.sleep(4.0)
         began = asyncio.get_running_loop().time()
+        # A home begins with an empty bucket: what the home before it has lent is unknown.
+        await fleet.run_when_it_may(0, "acme")
         counts = await asyncio.gather(
             *(accepted(lambda router=router: fleet.run(router, "acme")) for router in range(2))  # type: ignore[misc]
         )
         seconds = asyncio.get_running_loop().time() - began
-        assert 1 <= sum(counts) <= 5 + 0.5 * seconds + 1
+        assert 1 + sum(counts) <= 5 + 0.5 * seconds + 1
 
 
 async def test_a_refusal_names_the_tenant_and_when_to_come_back_at_either_router() -> None:
@@ -135,15 +135,16 @@ async def test_two_routers_do_not_overfill_a_worker_and_use_all_of_it() -> None:
     admission = AdmissionConfig(max_running_per_worker=4)
     config = FAST_ROUTER.model_copy(update={"admission": admission})
     async with pair(config, decode_step_seconds=0.01) as fleet:
-        await asyncio.sleep(1.6)  # until the home lends more than it is told of
         most = 0
-        running = asyncio.gather(*(fleet.run(number % 2, "acme", tokens=20) for number in range(40)))
-        while not running.done():
-            load = fleet.worker.engines.load()
-            most = max(most, load.running + load.waiting)
-            await asyncio.sleep(0.002)
-        await running
-        assert 3 <= most <= 4
+        async with timeout(PATIENCE_SECONDS):
+            while most < 3:  # at first the home lends no more than it is told of
+                running = asyncio.gather(*(fleet.run(number % 2, "acme", tokens=20) for number in range(40)))
+                while not running.done():
+                    load = fleet.worker.engines.load()
+                    most = max(most, load.running + load.waiting)
+                    await asyncio.sleep(0.002)
+                await running
+                assert most <= 4
 
 
 async def test_tenants_of_both_routers_are_listed_together_by_either() -> None:
@@ -151,9 +152,8 @@ async def test_tenants_of_both_routers_are_listed_together_by_either() -> None:
     quotas = QuotasConfig(tenants={"big": QuotaConfig(tokens_per_second=1000)})
     config = FAST_ROUTER.model_copy(update={"admission": admission, "quotas": quotas})
     async with pair(config) as fleet:
-        await asyncio.sleep(1.6)
         for router in range(2):
-            await fleet.run(router, "big", prompt="x" * 100, tokens=50)
+            await fleet.run_when_it_may(router, "big", prompt="x" * 100, tokens=50)
             await fleet.run(router, "small", prompt="x" * 10, tokens=5)
         for operators in fleet.operators:
             answer = await operators.ListTenants(cluster_service_pb2.ListTenantsRequest())

@@ -2,10 +2,11 @@
 
 import json
 import random
+from dataclasses import replace
 
 import pytest
 
-from router.text.parsing.formats import HERMES, LLAMA
+from router.text.parsing.formats import DEEPSEEK, HERMES, LLAMA, MISTRAL, ToolFormat
 from router.text.parsing.registry import AnswerParser, Parsed
 
 ARGUMENTS = '{ "path": "a \\"b\\" \\\\", "text": "</tool_call> {[}", "list": [1, {"deep": "ünï"}], "end": "\\\\"}'
@@ -89,7 +90,7 @@ def test_nothing_comes_after_a_single_call() -> None:
 
 
 def test_a_format_whose_calls_do_not_grow_gives_them_whole() -> None:
-    reader = AnswerParser(None, LLAMA, ("write",), call_id="x", grows=True)
+    reader = AnswerParser(None, replace(LLAMA, open_growing=None), ("write",), call_id="x", grows=True)
     assert reader.push('{"name": "write", "parameters": {"a": 1}}').call_deltas == []
     assert [call.name for call in reader.flush().tool_calls] == ["write"]
 
@@ -107,3 +108,76 @@ def test_a_call_after_one_that_turned_out_to_be_none_is_another_one(length: int)
     assert heads[1][1] == call.id != heads[0][1]
     assert "".join(one.arguments for one in made.call_deltas if one.index == 1) == ARGUMENTS
     assert "So" not in "".join(one.arguments for one in made.call_deltas if one.index == 0)
+
+
+OBJECT = '{"name": "write", "%s": ' + ARGUMENTS + "}"
+_BEGIN, _SEP, _END = "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<｜tool▁call▁end｜>"
+# A format, and two calls as its models write them.
+WRITTEN: dict[str, tuple[ToolFormat, str]] = {
+    "llama": (LLAMA, "; ".join([OBJECT % "parameters"] * 2)),
+    "llama with a tag": (LLAMA, "<|python_tag|>" + "; ".join([OBJECT % "parameters"] * 2)),
+    "mistral's list": (MISTRAL, f"[TOOL_CALLS][{', '.join([OBJECT % 'arguments'] * 2)}]"),
+    "mistral's names": (MISTRAL, f"[TOOL_CALLS]write[CALL_ID]a1[ARGS]{ARGUMENTS}" * 2),
+    "deepseek": (
+        DEEPSEEK,
+        f"<｜tool▁calls▁begin｜>{f'{_BEGIN}write{_SEP}{ARGUMENTS}{_END}' * 2}<｜tool▁calls▁end｜>",
+    ),
+    "deepseek's blocks of code": (
+        DEEPSEEK,
+        "<｜tool▁calls▁begin｜>"
+        + f"{_BEGIN}function{_SEP}write\n```json\n{ARGUMENTS}\n```{_END}" * 2
+        + "<｜tool▁calls▁end｜>",
+    ),
+}
+
+
+@pytest.mark.parametrize("seed", [0, 1, 2])
+@pytest.mark.parametrize("name", WRITTEN)
+def test_the_first_call_of_each_format_grows_and_all_are_complete(name: str, seed: int) -> None:
+    written, text = WRITTEN[name]
+    made, reader = Parsed(), AnswerParser(None, written, ("write",), call_id="x", grows=True)
+    cut, at = random.Random(seed), 0
+    while at < len(text):
+        length = cut.randint(1, 12) if seed else 1
+        add(made, reader.push(text[at : at + length]))
+        at += length
+    before = len(made.call_deltas)
+    add(made, reader.flush())
+    assert made.text == ""
+    assert [(call.name, json.loads(call.arguments)) for call in made.tool_calls] == [
+        ("write", json.loads(ARGUMENTS))
+    ] * 2
+    first = [one for one in made.call_deltas if one.index == 0]
+    assert "".join(one.arguments for one in first) == ARGUMENTS
+    assert [(one.id, one.name) for one in first if one.id or one.name] == [(made.tool_calls[0].id, "write")]
+    assert min(before, len(first)) > 3
+
+
+@pytest.mark.parametrize("name", WRITTEN)
+def test_a_call_of_each_format_that_is_cut_is_no_text(name: str) -> None:
+    written, text = WRITTEN[name]
+    made, reader = Parsed(), AnswerParser(None, written, ("write",), call_id="x", grows=True)
+    for character in text[: text.index("ünï")]:
+        add(made, reader.push(character))
+    add(made, reader.flush())
+    assert (made.text, made.tool_calls) == ("", [])
+    assert ARGUMENTS.startswith("".join(one.arguments for one in made.call_deltas))
+
+
+def test_an_object_that_is_an_answer_and_no_call_is_text() -> None:
+    reader = AnswerParser(None, LLAMA, ("write",), call_id="x", grows=True)
+    made, text = Parsed(), '{"name": "Oslo", "parameters": {"a": 1}}'
+    for character in text:
+        add(made, reader.push(character))
+    add(made, reader.flush())
+    assert (made.text, made.tool_calls, made.call_deltas) == (text, [], [])
+
+
+def test_a_head_that_never_ends_is_not_looked_for_again_and_again() -> None:
+    reader = AnswerParser(None, DEEPSEEK, ("write",), call_id="x", grows=True)
+    made, text = Parsed(), f"<｜tool▁calls▁begin｜>{_BEGIN}{'x' * 2000}{_SEP}{{}}"
+    for character in text:
+        add(made, reader.push(character))
+    add(made, reader.flush())
+    assert made.call_deltas == []
+    assert len(made.text) == len(text)

@@ -91,8 +91,8 @@ async def test_a_request_that_waits_for_a_place_in_the_batch_had_nothing() -> No
 async def test_a_prefill_in_the_middle_gives_back_what_it_had_computed() -> None:
     slow = prefill(prefill_chunk_tokens=16, prefill_base_seconds=1.0)
     async with stuck("", slow, decode()) as (running, call):
-        await eventually(lambda: running.workers["p1"].engine.load().running == 1)
-        await asyncio.sleep(1.5)
+        load = running.workers["p1"].engine.load
+        await eventually(lambda: 0 < load().waiting_prefill_tokens < PROMPT_TOKENS)
         stage, tokens, blocks = facts((await cancel(running, call))["p1"])
         assert stage == "prefill_compute"
         assert tokens in (16, 32, 48)

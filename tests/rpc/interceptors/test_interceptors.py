@@ -17,7 +17,7 @@ from baton.errors import HandoffLost, NoWorker
 from baton.inference.v1 import generate_pb2 as pb
 from baton.inference.v1 import model_pb2
 from runtime.aio import TaskGroup
-from runtime.logs import add_log_fields, configure_logging
+from runtime.telemetry.logs import add_log_fields, configure_logging
 
 Stream = Callable[[pb.GenerateRequest, Any], Any]
 

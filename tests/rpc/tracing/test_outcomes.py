@@ -18,7 +18,7 @@ from baton.errors import BatonError, Cancelled, HandoffLost, InvalidRequest, NoW
 from baton.inference.v1 import generate_pb2 as pb
 from rpc.tracing.span import optional_attempt, stage_span
 from runtime.aio import TaskGroup
-from runtime.logs import configure_logging
+from runtime.telemetry.logs import configure_logging
 
 Servicer = Callable[[pb.GenerateRequest, Any], Any]
 

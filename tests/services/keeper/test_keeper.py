@@ -56,7 +56,7 @@ def _keeper(folder: Path, *starts: str, before: Sequence[str] = (), command: Seq
     program += "sys.exit(keeper.Keeper(sys.argv[1:]).run())"
     file = folder / "notes"
     worker = command or [sys.executable, "-m", "support.kept_program", str(file), *starts]
-    paths = {**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'tests'}"}
+    paths = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests"), *sys.path])}
     keeper = [*before, sys.executable, "-c", program, *worker]
     with subprocess.Popen(keeper, env=paths, stderr=subprocess.PIPE, text=True) as popen:
         try:

@@ -11,7 +11,7 @@ from engine_protocol.multiplex.call import ServedCall
 from rpc.metadata import REQUEST_KEY
 from simulation.entropy import Time
 from simulation.invariants.base import Invariant, calls_of
-from simulation.plan import CLIENTS
+from simulation.plan import CLIENTS, HTTP_APIS
 
 # So many looks of invariants are left out.
 _LOOKS = 5
@@ -179,7 +179,7 @@ class DeadlinesArePassedOn(Invariant):
         client = self.world.running.get(name.decode()) if isinstance(name, bytes) and name else None
         if client is None or self.world.chaos.disturbed(client.result.started):
             return
-        if client.result.asked.api == "openai":
+        if client.result.asked.api in HTTP_APIS:
             return  # HTTP has no deadlines
         late = _DEADLINE_SECONDS + 4 * self.world.plan.hiccup_seconds
         if deadline_at is None:

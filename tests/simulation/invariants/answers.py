@@ -3,7 +3,7 @@
 from typing import Any
 
 from simulation.invariants.base import Invariant
-from simulation.reference import reference
+from simulation.reference import prompt_of, reference
 
 
 class AnswersAreRight(Invariant):
@@ -67,7 +67,7 @@ class UsageIsRight(Invariant):
         usage, asked = result.finished.usage, result.asked
         if usage.completion_tokens != asked.tokens:
             self.problem(f"{result.name}: {usage.completion_tokens} of {asked.tokens} tokens are counted")
-        if not asked.image and usage.prompt_tokens != asked.length:
-            self.problem(f"{result.name}: a prompt of {asked.length} is counted as {usage.prompt_tokens}")
+        if not asked.image and usage.prompt_tokens != len(prompt_of(asked)):
+            self.problem(f"{result.name}: a prompt of {len(prompt_of(asked))} is counted as {usage.prompt_tokens}")
         if usage.cached_tokens > usage.prompt_tokens:
             self.problem(f"{result.name}: {usage.cached_tokens} of {usage.prompt_tokens} tokens are said to be cached")

@@ -9,7 +9,7 @@ from typing import Any
 
 from prometheus_client.parser import text_string_to_metric_families
 
-from runtime.metrics import REGISTRY
+from runtime.telemetry.metrics import REGISTRY
 
 
 def sample(name: str, **labels: str) -> float:

@@ -11,7 +11,7 @@ import subprocess
 import sys
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import KW_ONLY, dataclass, field
 from pathlib import Path
 
 import psutil
@@ -161,6 +161,7 @@ class FleetPlan:
     etcd: str
     worker: Sequence[str]
     router: Sequence[str] = ()
+    _: KW_ONLY
     encode: int = 0
     prefill: int = 2
     decode: int = 2

@@ -20,11 +20,11 @@ from services.__main__ import main
 from services.engines.answer import Finished, FinishReason, Tokens
 from services.engines.base import Engine, EngineLoad, ModelFacts
 from services.engines.context import EngineConfig
-from services.engines.generation import ClosingStream, Generation
 from services.engines.kv import PulledKv
 from services.engines.kv_transfer import RemoteKv
 from services.engines.prompt import Prompt, Sampling
 from services.engines.registry import ENGINES, EngineKind
+from services.engines.running.generation import ClosingStream, Generation
 
 Note = Callable[[str], None]
 SECONDS = 20.0

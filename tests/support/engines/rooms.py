@@ -15,10 +15,10 @@ from runtime.aio import timeout
 from services.engines.answer import Finished, FinishReason, TokenLogprob, Tokens
 from services.engines.base import Engine, EngineLoad, ModelFacts
 from services.engines.context import EngineConfig
-from services.engines.generation import ClosingStream, Generation
 from services.engines.kv import KvLayout, PulledKv
 from services.engines.kv_transfer import RemoteKv
 from services.engines.prompt import Prompt, Sampling
+from services.engines.running.generation import ClosingStream, Generation
 
 BLOCK_TOKENS = 16
 LAYOUT = KvLayout("rooms", "float32", 1, 1, 1, block_tokens=BLOCK_TOKENS, head_dim=1, block_bytes=64)

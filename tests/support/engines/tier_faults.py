@@ -1,9 +1,11 @@
 """Operations of the KV tiers that fail, as a device, a link or a disk does."""
 
 import random
+import resource
 import threading
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import pytest
 
@@ -25,6 +27,17 @@ STEPS: Sequence[Step] = (
     (DiskFile, "write", OSError),
     (DiskFile, "read", OSError),
 )
+
+
+@contextmanager
+def files_of_at_most(size: int) -> Iterator[None]:
+    """Lets no file of this process grow beyond so many bytes, as on a full disk."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
 def failing_now_and_then(

@@ -12,10 +12,10 @@ SIZE = 2000  # of each request, in tokens
 LEASE_SECONDS = 4.0  # of a router's record in etcd
 
 
-def fleet(routers: int = ROUTERS, **quota: float) -> Fleet:
+def fleet(routers: int = ROUTERS, wait_seconds: float = 0.0, **quota: float) -> Fleet:
     """Routers that have known each other for a while."""
     config = QuotaConfig(**{"tokens_per_second": RATE, "burst_seconds": BURST_SECONDS, **quota})  # type: ignore[arg-type]
-    made = Fleet(QuotasConfig(default=config))
+    made = Fleet(QuotasConfig(default=config), wait_seconds=wait_seconds)
     for number in range(routers):
         made.start(f"r{number}")
     made.clock.advance(5.0)

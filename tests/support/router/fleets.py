@@ -84,6 +84,7 @@ class Fleet:
     quotas: QuotasConfig = field(default_factory=QuotasConfig)
     admission: AdmissionConfig = field(default_factory=AdmissionConfig)
     fairness: Fairness = "none"
+    wait_seconds: float = 0.0  # by real time, for a lender and its bucket
     clock: ManualClock = field(default_factory=ManualClock)
     routers: dict[str, SimulatedRouter] = field(default_factory=dict)
     registered: list[str] = field(default_factory=list)
@@ -96,7 +97,7 @@ class Fleet:
         peers = RegisteredPeers(record(name), lambda other: DirectLink(self, name, other), self.clock)  # type: ignore[arg-type, return-value]
         workers = StaticFleet()
         workers.set(measured(self.clock, "prefill", "decode", model="m"))
-        quotas = Quotas(self.quotas, self.clock, peers, wait_seconds=0.0)
+        quotas = Quotas(self.quotas, self.clock, peers, wait_seconds=self.wait_seconds)
         admission = AdmissionController(
             workers, self.admission, quotas, self.clock, fairness=self.fairness, peers=peers
         )

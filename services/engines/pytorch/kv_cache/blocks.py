@@ -4,7 +4,7 @@ The hash chain of a growing sequence.
 """
 
 import heapq
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -95,10 +95,28 @@ class BlockPool:
         assert count <= self.available
         blocks = [heapq.heappop(self._empty) for _ in range(min(count, len(self._empty)))]
         if len(blocks) < count:
-            blocks += self._evict(count - len(blocks))
+            # Some more first, which are then empty for sequences that grow while all this goes down.
+            missing = count - len(blocks)
+            room = self._idle.unretained - missing if self.lower is not None else 0
+            ahead = max(0, min(self.total // _AHEAD_SHARE, room))
+            evicted = self._evict(ahead + missing)
+            self._add_empty(evicted[:ahead])
+            blocks += evicted[ahead:]
         for block in blocks:
             self._references[block] = 1
         return blocks
+
+    def empty_ahead(self, count: int, cached: Sequence[int], most: int) -> bool:
+        """Empties at most `most` unused blocks, but for `cached`, of those that an allocation of `count` would have to.
+
+        False, without having done so, if that allocation would not have to empty more than `most`.
+        """
+        if count - len(self._empty) <= most:
+            return False
+        self.share(cached)
+        self._add_empty(self._evict(most))
+        self.release(cached)
+        return True
 
     def match(self, hashes: Sequence[bytes]) -> list[int]:
         """Returns the cached blocks of the longest known prefix of the chain, without references to them."""
@@ -184,11 +202,23 @@ class BlockPool:
 
     def drop(self, hashes: Sequence[bytes]) -> None:
         """Removes the unused blocks of a chain from the cache."""
-        for block in self.match(hashes):
-            if not self._references[block]:
-                self._idle.discard(block)
-                self._forget(block)
-                heapq.heappush(self._empty, block)
+        unused = self._pop_unused(hashes)
+        for block in unused:
+            self._forget(block)
+        self._add_empty(unused)
+
+    def demote(self, hashes: Sequence[bytes]) -> list[int]:
+        """Moves the unused blocks of a chain to the tiers below, the last first. Returns them; they are empty."""
+        unused = self._pop_unused(hashes)
+        self._demote([(block, self._detach(block)) for block in reversed(unused)])
+        self._add_empty(unused)
+        return unused
+
+    def _pop_unused(self, hashes: Sequence[bytes]) -> list[int]:
+        unused = [block for block in self.match(hashes) if not self._references[block]]
+        for block in unused:
+            self._idle.discard(block)
+        return unused
 
     def clear_cache(self) -> None:
         """Removes all unused blocks from the cache."""
@@ -204,13 +234,10 @@ class BlockPool:
             heapq.heappush(self._empty, block)
 
     def _evict(self, count: int) -> list[int]:
-        """Takes unused blocks that have content. What others may want of it goes to the tiers below, all at once: first
-        that of some more blocks, which are then empty for sequences that grow while all this goes down.
-        """
-        ahead = max(0, min(self.total // _AHEAD_SHARE, self._idle.unretained - count)) if self.lower is not None else 0
+        """Takes unused blocks that have content. What others may want of it goes to the tiers below, all at once."""
         blocks: list[int] = []
         evicted: list[tuple[int, bytes]] = []
-        for _ in range(ahead + count):
+        for _ in range(count):
             is_dead = self._idle.has_dead
             block = self._idle.pop()
             blocks.append(block)
@@ -218,12 +245,17 @@ class BlockPool:
                 self._forget(block)
             else:
                 evicted.append((block, self._detach(block)))
+        self._demote(evicted)
+        return blocks
+
+    def _demote(self, evicted: Sequence[tuple[int, bytes]]) -> None:
         if self.lower is not None and evicted:
             for block_hash in self.lower.demote(evicted):
                 self._emit(BlockRemoved(block_hash))
-        for block in blocks[:ahead]:
+
+    def _add_empty(self, blocks: Iterable[int]) -> None:
+        for block in blocks:
             heapq.heappush(self._empty, block)
-        return blocks[ahead:]
 
     def _detach(self, block: int) -> bytes:
         """Forgets what a block contains, without a report."""
@@ -271,6 +303,12 @@ class HashChain:
             parent = links[-1] if links else self._root
             links.append(block_hash(parent, token_ids[start:end], media_key(self._media, start, end)))
         return links[:full]
+
+    def extend(self, token_ids: Sequence[int], num_tokens: int, most: int) -> bool:
+        """Computes at most `most` more of these hashes. False if none of them is left to compute."""
+        known = len(self._links)
+        self.upto(token_ids, min(num_tokens, (known + most) * self._block_tokens))
+        return len(self._links) < num_tokens // self._block_tokens
 
     def value(self, token_ids: Sequence[int], num_tokens: int) -> bytes:
         """Returns the last hash of those blocks, or the root if there is none."""

@@ -15,13 +15,13 @@ from importlib.metadata import version
 
 import structlog
 
-from services.engines import metrics
 from services.engines.journal.journal import FoundDecode
 from services.engines.journal.slots import SlotShape
 from services.engines.kv import KvLayout
 from services.engines.pytorch.config import PyTorchConfig
 from services.engines.pytorch.kv_cache.memory import HostMemory, anonymous_file
 from services.engines.pytorch.model import checkpoint
+from services.engines.running import metrics
 from services.engines.seals import SEAL_BYTES, BlockContents, DamagedBlock, Sealer, host_digests, name_of
 from services.keeper.client import KeeperClient
 

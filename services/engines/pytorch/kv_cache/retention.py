@@ -11,8 +11,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Final
 
-from services.engines import metrics
 from services.engines.prompt import Retain, Session
+from services.engines.running import metrics
 
 RETAINED_SHARE: Final = 0.25
 """Of a pool, the most that one tenant retains by default."""

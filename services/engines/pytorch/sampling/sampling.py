@@ -37,7 +37,7 @@ class SamplerState:
         self.sampling = sampling
         self.seed = secrets.randbits(64) if sampling.seed is None else sampling.seed
         self.ends = sorted(sampling.stop_token_ids | (frozenset() if sampling.ignore_eos else eos_token_ids))
-        self.position = len(prompt.context)
+        self.position = prompt.num_tokens
         # Set before the request is submitted, if its answer follows a grammar.
         self.guidance: Guidance | None = None
         # Set once the likeliest candidates were not enough to draw from.

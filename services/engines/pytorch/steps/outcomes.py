@@ -4,7 +4,6 @@ import time
 from collections.abc import Sequence
 
 from baton.errors import ComputeFailed
-from services.engines import metrics
 from services.engines.answer import FinishReason, TokenLogprob
 from services.engines.prompt import Retained
 from services.engines.pytorch.parts import EngineParts
@@ -12,6 +11,7 @@ from services.engines.pytorch.runners.batch import Chunk
 from services.engines.pytorch.sampling.sampling import Chosen
 from services.engines.pytorch.sequence import Event, Failed, Held, HeldDecode, State, Token, TokenSequence
 from services.engines.pytorch.steps.scheduler import Scheduler
+from services.engines.running import metrics
 
 _UNENDED = (State.NEW, State.WAITING, State.LOADING, State.RUNNING)
 
@@ -177,9 +177,11 @@ class StepOutcomes:
         if self._tiers is None or sequence.pulled:
             return
         self._tiers.found(len(sequence.prompt.token_ids), sequence.cached_tokens, sequence.loaded_tokens)
+        tokens, seconds = sequence.computed - sequence.cached_tokens, sequence.first_token_at - sequence.started
         if not sequence.loaded_tokens:
-            tokens = sequence.computed - sequence.cached_tokens
-            self._tiers.rates.computed(tokens, sequence.first_token_at - sequence.started)
+            self._tiers.rates.computed(tokens, seconds)
+        elif sequence.loaded_blocks:
+            self._tiers.rates.resumed(max(sequence.loaded_tokens), sequence.loaded_blocks, tokens, seconds)
 
     def _retain(self, sequence: TokenSequence) -> None:
         """Retains the beginning of a prompt that has been computed, if the request asks for it."""

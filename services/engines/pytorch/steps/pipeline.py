@@ -14,7 +14,7 @@ from services.engines.pytorch.steps.outcomes import StepOutcomes
 from services.engines.pytorch.steps.scheduler import Scheduler
 
 _MASK_POLL_SECONDS = 0.002
-_LOAD_POLL_SECONDS = 0.001
+LOAD_POLL_SECONDS = 0.001
 
 
 class StepPipeline:
@@ -68,7 +68,7 @@ class StepPipeline:
         if any(sequence.awaits_mask for sequence in self._scheduler.running):
             return _MASK_POLL_SECONDS
         if self._tiers is not None and self._tiers.is_busy:
-            return _LOAD_POLL_SECONDS
+            return LOAD_POLL_SECONDS
         if self._stuck_since is None:
             return None
         return max(0.0, self._stuck_since + self._rules.held_wait_seconds - time.monotonic())

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from functools import partial
 
 from baton.errors import Overloaded
-from services.engines import metrics
 from services.engines.kv import packed_ids
 from services.engines.memory.allocation import UNSHARED, AllocationRules, Grant, KeptBlocks, grant_blocks, uncount
 from services.engines.pytorch.config import PyTorchConfig
@@ -16,8 +15,21 @@ from services.engines.pytorch.kv_cache.tiers.tiers import KvTiers
 from services.engines.pytorch.runners.batch import Chunk
 from services.engines.pytorch.sequence import State, TokenSequence
 from services.engines.pytorch.speculation.drafting import Drafter
-from services.engines.pytorch.steps.tier_loads import BlockReservation, LentBlocks, Promotion, TierLoads
+from services.engines.pytorch.steps.tier_loads import (
+    ALL_BLOCKS,
+    STEP_BLOCKS,
+    BlockReservation,
+    LentBlocks,
+    Promotion,
+    TierLoads,
+)
+from services.engines.running import metrics
 from services.engines.seals import BlockContents
+
+# So many blocks of a prompt are named in a step that only decodes.
+_NAMED_BLOCKS = 512
+# For so many steps at most the start of a load is prepared.
+_MOST_DEFERRED = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -335,10 +347,12 @@ class Scheduler:
         # Compute the last token always: its logits are needed, and the cache has none.
         # To report on the prompt, all of it: log probabilities are not cached either.
         cacheable = 0 if sequence.prompt_report is not None else len(sequence.tokens) - 1
+        if self._names_in_parts(sequence, cacheable):
+            return Grant.LATER
         hashes = sequence.chain.upto(sequence.tokens, cacheable)
         need = self._find(len(sequence.tokens), hashes)
         contents = self._loads.contents_for(sequence, hashes, len(need.cached))
-        if contents is None:
+        if contents is None or (contents and self._empties_in_parts(sequence, need)):
             return Grant.LATER
         if sequence.hold and not self.kept.may_add(need.cached, need.missing):
             return Grant.HELD
@@ -348,6 +362,33 @@ class Scheduler:
             self.kept.add(sequence.blocks)
         self._begin(sequence, len(need.cached), contents)
         return Grant.GRANTED
+
+    def _names_in_parts(self, sequence: TokenSequence, num_tokens: int) -> bool:
+        """Computes some of a long prompt's hashes in this step; False if it may have all at once."""
+        if not self._loads.has_tiers or not self._may_defer(sequence):
+            return False
+        is_left = sequence.chain.extend(sequence.tokens, num_tokens, _NAMED_BLOCKS)
+        sequence.deferred += is_left
+        return is_left
+
+    def _empties_in_parts(self, sequence: TokenSequence, need: _Need) -> bool:
+        """Empties some of the blocks that a load needs in this step; False if it may have all at once, or must wait."""
+        room = self._pool.available_beside(need.cached) - len(self.running)
+        if need.missing > room or not self._may_defer(sequence):
+            return False
+        is_left = self._pool.empty_ahead(need.missing, need.cached, STEP_BLOCKS)
+        sequence.deferred += is_left
+        return is_left
+
+    def _may_defer(self, sequence: TokenSequence) -> bool:
+        """True if a load's start is prepared in parts: not for ever, since later requests may take what is prepared."""
+        return sequence.deferred < _MOST_DEFERRED and self._step_blocks == STEP_BLOCKS
+
+    @property
+    def _step_blocks(self) -> int:
+        """The most blocks of loads to handle in a step: few while all that run wait for one token each."""
+        is_decoding = bool(self.running) and all(sequence.remaining <= 1 for sequence in self.running)
+        return STEP_BLOCKS if is_decoding else ALL_BLOCKS
 
     def _begin(self, sequence: TokenSequence, cached: int, contents: Sequence[BlockContents]) -> None:
         """Starts a sequence that has its blocks, of which the first `cached` ones are filled, or loads more of them."""
@@ -369,7 +410,7 @@ class Scheduler:
 
     def _finish_loads(self) -> None:
         """Lets the sequences run whose loads have ended: with all that they waited for, or with less."""
-        for sequence in self._loads.finished():
+        for sequence in self._loads.finished(self._step_blocks if self.loading else ALL_BLOCKS):
             self.join(sequence)
 
     def _find(self, num_tokens: int, hashes: list[bytes]) -> _Need:

@@ -8,10 +8,18 @@ from dataclasses import dataclass, field
 
 from baton.errors import BatonError
 from services.engines.pytorch.kv_cache.blocks import BlockPool
-from services.engines.pytorch.kv_cache.tiers.jobs import Load
+from services.engines.pytorch.kv_cache.tiers.jobs import Load, LoadItem, PrefixLoad
 from services.engines.pytorch.kv_cache.tiers.tiers import KvTiers
 from services.engines.pytorch.sequence import State, TokenSequence
 from services.engines.seals import BlockContents
+
+STEP_BLOCKS = 128
+"""So many blocks are prepared, begun and ended a step while it only decodes: the host does it while the device computes
+a step."""
+ALL_BLOCKS = 1 << 60
+"""Where no running sequence waits for it."""
+# So many parts of a load are on their way: one is copied while the others are begun and ended.
+_PARTS = 3
 
 
 @dataclass(eq=False, slots=True)
@@ -38,7 +46,14 @@ class TierLoads:
         self._pool = pool
         self._block_tokens = block_tokens
 
-    def contents_for(self, sequence: TokenSequence, hashes: Sequence[bytes], cached: int) -> list[BlockContents] | None:
+    @property
+    def has_tiers(self) -> bool:
+        """True if there is something to load from."""
+        return self._tiers is not None
+
+    def contents_for(
+        self, sequence: TokenSequence, hashes: Sequence[bytes], cached: int
+    ) -> Sequence[BlockContents] | None:
         """Returns the blocks to load, after the first `cached` ones of the chain, which the pool has; None if another
         sequence is loading them: wait for it.
         """
@@ -62,9 +77,12 @@ class TierLoads:
     def begin(self, sequence: TokenSequence, contents: Sequence[BlockContents], first: int) -> None:
         """Starts to load into the blocks of a sequence, from `first` on."""
         assert self._tiers is not None
-        sequence.load = self._tiers.load(contents, sequence.blocks[first : first + len(contents)])
+        blocks = sequence.blocks[first : first + len(contents)]
+        sequence.load = PrefixLoad(contents, blocks, self._tiers.late_at(len(contents)), len(contents))
         sequence.state = State.LOADING
         self.sequences.append(sequence)
+        self._tiers.expect(contents)
+        self._begin_part(sequence.load, self._tiers)
 
     def in_host_memory(self, hashes: Sequence[bytes]) -> list[BlockContents]:
         """Returns the first of these blocks if they are in host memory, and no other load brings them."""
@@ -95,8 +113,10 @@ class TierLoads:
             promotion.ended(promotion, 0)
         self.promotions.clear()
 
-    def finished(self) -> list[TokenSequence]:
-        """Ends the loads that are complete, have failed or are late, and returns their sequences."""
+    def finished(self, most_blocks: int = ALL_BLOCKS) -> list[TokenSequence]:
+        """Ends what is complete, has failed or is late, and begins what follows it, up to so many blocks each. Returns
+        the sequences that wait for nothing more.
+        """
         tiers = self._tiers
         if tiers is None:
             return []
@@ -104,17 +124,63 @@ class TierLoads:
         for promotion in [each for each in self.promotions if tiers.has_ended(each.load)]:
             self.promotions.remove(promotion)
             promotion.ended(promotion, tiers.copied(promotion.load))
-        ended = [sequence for sequence in self.sequences if sequence.load and tiers.has_ended(sequence.load)]
+        to_end = to_begin = most_blocks
+        for sequence in self.sequences:
+            load = sequence.load
+            assert load is not None
+            to_end -= self._end_parts(sequence, load, tiers, to_end)
+            to_begin -= self._begin_parts(load, tiers, to_begin)
+        ended = [each for each in self.sequences if each.load and not each.load.parts and not each.load.has_more]
         for sequence in ended:
-            self._finish(sequence, tiers)
+            self._end(sequence)
         return ended
+
+    def _end_parts(self, sequence: TokenSequence, load: PrefixLoad, tiers: KvTiers, most_blocks: int) -> int:
+        """Stores the parts that have ended. After one that is not whole nothing more is loaded. Returns the blocks."""
+        count = 0
+        while load.parts and count < most_blocks and tiers.has_ended(load.parts[0]):
+            part = load.parts.popleft()
+            items = tiers.finish(part)
+            self._store(sequence, load, items)
+            count += len(part.items)
+            if len(items) < len(part.items):
+                self._drop_rest(load, tiers)
+        return count
+
+    def _begin_parts(self, load: PrefixLoad, tiers: KvTiers, most_blocks: int) -> int:
+        """Begins what follows, while not enough is on its way. Returns the blocks."""
+        before = load.begun
+        while load.has_more and load.begun - before < most_blocks and len(load.parts) < _PARTS:
+            self._begin_part(load, tiers)
+        return load.begun - before
+
+    def _begin_part(self, load: PrefixLoad, tiers: KvTiers) -> None:
+        """Begins the next part. What has left its tier meanwhile, and all after it, is computed."""
+        wanted = load.waiting(STEP_BLOCKS)
+        contents = tiers.directory.readable(wanted)
+        if contents:
+            load.parts.append(tiers.load(contents, load.blocks[load.begun :][: len(contents)], load.late_at))
+        tiers.unexpect(contents)
+        load.begun += len(contents)
+        if len(contents) < len(wanted):
+            self._end_before(load, tiers)
+
+    def _drop_rest(self, load: PrefixLoad, tiers: KvTiers) -> None:
+        while load.parts:
+            tiers.give_back(load.parts.pop())
+        self._end_before(load, tiers)
+
+    def _end_before(self, load: PrefixLoad, tiers: KvTiers) -> None:
+        """Loads nothing of what has not begun."""
+        tiers.unexpect(load.waiting(len(load.contents)))
+        load.end = load.begun
 
     def give_up(self, sequence: TokenSequence) -> None:
         """Ends the load of a sequence that is gone."""
         assert self._tiers is not None
         assert sequence.load is not None
         self.sequences.remove(sequence)
-        self._tiers.give_back(sequence.load)
+        self._drop_rest(sequence.load, self._tiers)
         sequence.load = None
 
     def when_settled(self, blocks: Sequence[int], call: Callable[[], None]) -> None:
@@ -146,20 +212,22 @@ class TierLoads:
         end = len(hashes) * self._block_tokens + parked.tokens
         return sequence.chain.unfinished(sequence.tokens, end) == parked.block_hash
 
-    def _finish(self, sequence: TokenSequence, tiers: KvTiers) -> None:
-        load, sequence.load, sequence.parked = sequence.load, None, None
-        assert load is not None
-        items = tiers.finish(load)
+    def _store(self, sequence: TokenSequence, load: PrefixLoad, items: Sequence[LoadItem]) -> None:
+        """Adds blocks that are there to the prefix cache."""
         for item in items:
+            load.loaded[item.place.tier] += 1
+            load.tokens[item.place.tier] += item.contents.tokens
             sequence.computed += item.contents.tokens
             if item.contents.tokens == self._block_tokens:
                 self._pool.store(item.block, item.contents.block_hash)
         sequence.stored_blocks = sequence.computed // self._block_tokens
+
+    def _end(self, sequence: TokenSequence) -> None:
+        load, sequence.load, sequence.parked = sequence.load, None, None
+        assert load is not None
         if not sequence.first_token_at:
-            sequence.cached_tokens, sequence.loaded_tokens = sequence.computed, {}
-            for item in items:
-                tier = item.place.tier
-                sequence.loaded_tokens[tier] = sequence.loaded_tokens.get(tier, 0) + item.contents.tokens
+            sequence.cached_tokens, sequence.loaded_tokens = sequence.computed, dict(load.tokens)
+            sequence.loaded_blocks = load.loaded.total() if load.is_whole else 0
         self.sequences.remove(sequence)
 
 

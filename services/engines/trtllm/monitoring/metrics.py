@@ -11,7 +11,7 @@ from prometheus_client import CollectorRegistry, Metric
 from prometheus_client.metrics import MetricWrapperBase
 from prometheus_client.registry import Collector
 
-from runtime.metrics import REGISTRY, counter, gauge
+from runtime.telemetry.metrics import REGISTRY, counter, gauge
 from services.engines.trtllm.package import Package
 
 OUTSTANDING = gauge("baton_trtllm_handoffs_outstanding", "Prompts whose KV TensorRT-LLM holds until it is fetched.")

@@ -85,9 +85,7 @@ def collapsed(prompt: Prompt) -> tuple[int, ...]:
 def check_ids(prompt: Prompt, made: Sequence[int]) -> None:
     """Raises EngineFailed if the engine made other ids of the text than the prompt's, placeholders aside."""
     if _text_ids(prompt.context, prompt.media) != _text_ids(made, prompt.media):
-        raise EngineFailed(
-            f"TensorRT-LLM has made {len(made)} other tokens of the prompt than its {len(prompt.context)}"
-        )
+        raise EngineFailed(f"TensorRT-LLM has made {len(made)} other tokens of the prompt than its {prompt.num_tokens}")
 
 
 def hash_of(digest: bytes) -> list[int]:

@@ -11,7 +11,7 @@ from baton.sampling_options import OPTIONS
 from grammars.guide import Guide, GuideKind
 from services.engines.base import ModelFacts
 from services.engines.prompt import Prompt, Sampling
-from services.engines.request_context import current_traceparent
+from services.engines.running.request_context import current_traceparent
 from services.engines.trtllm.config import EngineArguments, TrtllmConfig
 from services.engines.trtllm.package import Package
 from services.engines.trtllm.requests.inflight import EngineRequest
@@ -126,7 +126,7 @@ class RequestBuilder:
 
     def budget(self, prompt: Prompt, sampling: Sampling) -> Budget:
         """Returns the rest of the request's budget, limited by the room in the context."""
-        room = self._facts.max_context_tokens - len(prompt.context)
+        room = self._facts.max_context_tokens - prompt.num_tokens
         left = sampling.max_tokens - len(prompt.emitted)
         return Budget(min(left, room), max(0, sampling.min_tokens - len(prompt.emitted)))
 
@@ -139,7 +139,7 @@ class RequestBuilder:
             raise InvalidRequest.of("prompt", "has no tokens")
         if max(prompt.context) >= self._facts.vocab_size:
             raise InvalidRequest.of("prompt", f"{max(prompt.context)} is outside the vocabulary")
-        self._check_length(len(prompt.context))
+        self._check_length(prompt.num_tokens)
 
     def check_handoff(self, prompt: Prompt, sampling: Sampling, held_tokens: int) -> None:
         """Raises Unsupported if KV cannot leave, and Overloaded if too much KV waits to be fetched already."""
@@ -147,7 +147,7 @@ class RequestBuilder:
         if sampling.logprobs is not None and "first_gen_log_probs" not in self._package.handoff_fields:
             raise Unsupported(f"TensorRT-LLM {self._package.version} cannot hand log probabilities over")
         limit = self._config.max_handoff_tokens
-        if limit is not None and held_tokens + len(prompt.context) > limit:
+        if limit is not None and held_tokens + prompt.num_tokens > limit:
             raise Overloaded(f"{held_tokens} tokens wait to be fetched; {limit} may", retry_after_seconds=1.0)
 
     def check_transceiver(self) -> None:
@@ -195,7 +195,7 @@ class RequestBuilder:
         multimodal = options.multimodal
         return EngineRequest(
             inputs=multimodal.inputs if multimodal else list(prompt.context),
-            tokens=len(prompt.context),
+            tokens=prompt.num_tokens,
             replayed=options.replayed,
             logprobs=options.sampling.logprobs,
             arguments={

@@ -9,7 +9,7 @@ from prometheus_client import REGISTRY as LIBRARY_REGISTRY
 from prometheus_client import Metric
 from prometheus_client.registry import Collector
 
-from runtime.metrics import REGISTRY, counter, gauge
+from runtime.telemetry.metrics import REGISTRY, counter, gauge
 
 HANDOFFS = gauge("baton_vllm_handoffs_held", "Prompts whose KV vLLM holds for readers.")
 EXPIRED = counter("baton_vllm_handoffs_expired_total", "Handoffs whose KV vLLM freed before they were confirmed.")

@@ -9,7 +9,7 @@ from baton.errors import InvalidRequest, Unsupported
 from grammars.source import special_token_ids
 from services.engines.base import ModelFacts
 from services.engines.prompt import Prompt, Sampling
-from services.engines.request_context import current_traceparent
+from services.engines.running.request_context import current_traceparent
 from services.engines.vllm.lora_slots import VllmLoraSlots
 from services.engines.vllm.package import VllmPackage
 from services.engines.vllm.requests.generation import VllmRequest
@@ -55,7 +55,7 @@ class VllmRequestBuilder:
         """Raises InvalidRequest for a prompt or options that vLLM would change, or that would end its process."""
         check_sampling(sampling)
         check_guided(sampling)
-        tokens = len(prompt.context)
+        tokens = prompt.num_tokens
         if not prompt.token_ids:
             raise InvalidRequest.of("prompt", "is empty")
         if tokens >= self._facts.max_context_tokens:

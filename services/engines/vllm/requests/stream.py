@@ -6,8 +6,8 @@ from baton.errors import EngineFailed
 from services.engines.answer import Finished, FinishReason, Tokens
 from services.engines.base import ModelFacts
 from services.engines.external.held_kv import ExternalPrefill
-from services.engines.generation import ClosingStream
 from services.engines.prompt import Prompt, Sampling
+from services.engines.running.generation import ClosingStream
 from services.engines.vllm.handoff import Remembered, write_state
 from services.engines.vllm.requests.generation import VllmGeneration
 
@@ -90,8 +90,8 @@ def prefilled(
         first_token=first_token,
         logprob=logprob,
         finish_reason=reason,
-        num_tokens=len(prompt.context),
-        cached_tokens=min(generation.cached_tokens, len(prompt.context)),
+        num_tokens=prompt.num_tokens,
+        cached_tokens=min(generation.cached_tokens, prompt.num_tokens),
         queue_seconds=stages.queue_seconds,
         compute_seconds=stages.prefill_seconds,
         prompt_logprobs=generation.prompt_logprobs,

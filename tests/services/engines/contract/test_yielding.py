@@ -12,9 +12,9 @@ from baton.errors import Unsupported
 from runtime.aio import timeout
 from services.engines.answer import Finished, FinishReason
 from services.engines.base import Engine
-from services.engines.generation import Generation
 from services.engines.kv import HeldKv, PulledKv
 from services.engines.prompt import Prompt, Sampling
+from services.engines.running.generation import Generation
 
 PROMPT = Prompt(tuple(range(10, 45)))
 SAMPLINGS = {

@@ -15,7 +15,8 @@ import numpy
 import pytest
 from PIL import Image
 from support.eventually import eventually
-from torch import Tensor
+from torch import Tensor, device
+from torch.nn import Module
 
 from baton.errors import ConfigError, InvalidRequest, Overloaded
 from services.engines.base import ClipRules
@@ -25,6 +26,7 @@ if sys.version_info < (3, 11):
     pytest.skip("diffusers needs Python 3.11", allow_module_level=True)
 
 import av
+from accelerate import cpu_offload
 from support.engines.pipelines import write_latte, write_wan
 
 from services.engines.diffusers.config import DiffusionConfig
@@ -213,6 +215,21 @@ async def test_a_size_that_the_networks_cannot_have_fails_its_drawing_alone(engi
     with network.register_forward_pre_hook(refuse), pytest.raises(InvalidRequest, match="must match"):
         await drawn(engine, replace(DRAWING, width=32))
     await drawn(engine, DRAWING)
+
+
+async def test_layers_that_are_offloaded_draw_the_same_and_go_back_however_it_ends(engine: DiffusersEngine) -> None:
+    _, whole = await drawn(engine, DRAWING)
+    networks = [part for part in engine._pipeline._pipeline.components.values() if isinstance(part, Module)]
+    for network in networks:
+        # As diffusers does it for a GPU.
+        cpu_offload(network, device("cpu"), offload_buffers=bool(network._parameters))
+    steps, again = await drawn(engine, replace(DRAWING, preview_steps=2))
+    assert again == whole
+    assert [bool(step.preview) for step in steps] == [False, True, False]
+    async with aclosing(engine.draw(replace(DRAWING, steps=90))) as events:
+        await anext(events)
+    await eventually(lambda: {weight.device.type for part in networks for weight in part.parameters()} == {"meta"})
+    assert (await drawn(engine, DRAWING))[1] == whole
 
 
 @pytest.mark.parametrize(

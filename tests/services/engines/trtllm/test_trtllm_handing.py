@@ -21,7 +21,7 @@ from baton.engine.v1 import decode_pb2, decode_pb2_grpc, prefill_pb2, prefill_pb
 from baton.errors import BatonError, ConfigError, EngineFailed, HandoffLost, InvalidRequest, Unsupported
 from rpc.channels import open_channel
 from runtime.aio import timeout
-from runtime.metrics import REGISTRY
+from runtime.telemetry.metrics import REGISTRY
 from services.config import WorkerConfig
 from services.engines.base import Engine
 from services.engines.context import EngineContext

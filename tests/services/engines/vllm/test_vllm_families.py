@@ -6,7 +6,7 @@ from prometheus_client import REGISTRY as LIBRARY_REGISTRY
 from prometheus_client import Counter, Gauge, Histogram, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
-from runtime.metrics import REGISTRY
+from runtime.telemetry.metrics import REGISTRY
 from services.engines.vllm.monitoring.metrics import VllmFamilies
 
 

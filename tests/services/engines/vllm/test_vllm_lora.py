@@ -21,8 +21,8 @@ from baton.errors import LoraNotHere
 from baton.inference.v1 import lora_pb2, model_pb2
 from engine_protocol.prefix_hash import block_hashes
 from services.engines.kv_events import KvChanged
+from services.engines.lora.inventory import ServesLoras
 from services.engines.lora.peft_folder import read_peft_config, read_weights
-from services.engines.loras import ServesLoras
 from services.engines.prompt import Lora, Prompt, Sampling
 from services.engines.vllm.engine import VllmEngine
 

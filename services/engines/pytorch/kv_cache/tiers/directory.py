@@ -8,7 +8,6 @@ import time
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import takewhile
 from typing import NamedTuple
 
 from services.engines.kv_events import KvTier
@@ -142,14 +141,20 @@ class TierDirectory:
 
     def touch(self, hashes: Sequence[bytes]) -> None:
         """Lets blocks of a chain leave after all others, which are about to be read."""
+        host, disk = self._host.slot_of, self._disk.slot_of
         for block_hash in reversed(hashes):
-            place = self.place_of(block_hash)
-            if place is not None:
-                self._slots(place.tier).slot_of.move_to_end(block_hash)
+            if block_hash in host:
+                host.move_to_end(block_hash)
+            elif block_hash in disk:
+                disk.move_to_end(block_hash)
 
-    def readable(self, contents: Sequence[BlockContents]) -> list[BlockContents]:
+    def readable(self, contents: Sequence[BlockContents]) -> Sequence[BlockContents]:
         """Returns the first of these blocks that are here, and not still on their way to the disk."""
-        return list(takewhile(lambda each: each.block_hash in self and each.block_hash not in self.unwritten, contents))
+        host, disk, unwritten = self._host.slot_of, self._disk.slot_of, self.unwritten
+        for count, (block_hash, _) in enumerate(contents):
+            if (block_hash not in host and block_hash not in disk) or block_hash in unwritten:
+                return contents[:count]
+        return contents
 
     def place_of(self, block_hash: bytes) -> Place | None:
         """Returns where a block is."""

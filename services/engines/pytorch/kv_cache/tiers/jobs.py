@@ -5,6 +5,7 @@ The measured speeds of loading and of computing, and which of both is sooner.
 
 import threading
 import time
+from collections import Counter, deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -70,19 +71,54 @@ class Load:
         return max(item.place.tier for item in self.items)
 
 
+@dataclass(eq=False, slots=True)
+class PrefixLoad:
+    """All blocks that a request waits for, in loads of a part each, of which the next ones begin later.
+
+    `contents` go into `blocks`; of the first `end` of them, the others are not loaded after all, `begun` are on their
+    way or there.
+    """
+
+    contents: Sequence[BlockContents]
+    blocks: Sequence[int]
+    late_at: float
+    end: int
+    begun: int = 0
+    parts: deque[Load] = field(default_factory=deque)
+    loaded: Counter[KvTier] = field(default_factory=Counter)  # blocks that are there
+    tokens: Counter[KvTier] = field(default_factory=Counter)  # of those
+
+    @property
+    def has_more(self) -> bool:
+        """True if the load of some has not begun."""
+        return self.begun < self.end
+
+    @property
+    def is_whole(self) -> bool:
+        """True if all are there."""
+        return self.loaded.total() == len(self.contents)
+
+    def waiting(self, most: int) -> Sequence[BlockContents]:
+        """The next blocks whose load has not begun."""
+        return self.contents[self.begun : min(self.end, self.begun + most)]
+
+
 # How much of a measurement's weight is left when the next one comes.
 _KEPT = 0.8
 # What is assumed before anything is measured, in bytes a second.
 _PRIORS = {KvTier.HOST: 5e9, KvTier.DISK: 1e9}
 # A load takes so long however little it loads: it is begun and ended between two steps.
 _LOAD_BASE_SECONDS = 0.005
+# How exact a measured load is, and by how much its cost may have changed since the one before.
+_NOISE, _DRIFT = 0.2, 0.1
+_LEAST_LOAD_SECONDS, _LEAST_BLOCK_SECONDS = 1e-3, 1e-9
 # A single measurement counts at most as so many times what is predicted.
 _MOST_RATIO = 32.0
-# Of the loads that are not worth it a little of one in so many is made, to notice when they are again: a link is
-# measured by loads only, and a single one that was held up would otherwise end them for good.
+# Of the loads that are not worth it a little of one in so many is made at most, to notice when they are again: a link
+# is measured by loads only, and a single one that was held up would otherwise end them for good.
 _TRIAL = 20
-# Such a trial may take this share of the time to compute all.
-_TRIAL_SHARE = 0.02
+# All trials may take this share of the time to compute what was not loaded.
+_TRIAL_SHARE = 0.01
 # A load that takes no longer than this is never late.
 _LEAST_PATIENCE_SECONDS = 0.05
 
@@ -90,9 +126,8 @@ _LEAST_PATIENCE_SECONDS = 0.05
 class _Pace:
     """Seconds for each unit of an amount, beside a time that any amount takes. Large and late amounts count most."""
 
-    def __init__(self, base_seconds: float, prior: float | None) -> None:
+    def __init__(self, base_seconds: float) -> None:
         self._base_seconds = base_seconds
-        self._prior = prior
         self._amount = self._seconds = 0.0
 
     def add(self, amount: float, seconds: float) -> None:
@@ -105,54 +140,102 @@ class _Pace:
 
     @property
     def unit_seconds(self) -> float | None:
-        """The seconds of a unit; the prior before anything was measured."""
-        return self._seconds / self._amount if self._amount else self._prior
+        """The seconds of a unit; None before anything was measured."""
+        return self._seconds / self._amount if self._amount else None
+
+
+class _LoadCost:
+    """Seconds of a load: those that any takes, and those of each block, told apart by loads of several lengths.
+
+    A Kalman filter of both numbers. Before anything was measured either may be wrong by as much as it is.
+    """
+
+    def __init__(self, base_seconds: float, block_seconds: float) -> None:
+        self._base, self._block = base_seconds, block_seconds
+        self._base_variance, self._covariance, self._block_variance = base_seconds**2, 0.0, block_seconds**2
+
+    @property
+    def block_seconds(self) -> float:
+        """The seconds of a block beside others."""
+        return self._block
+
+    def seconds(self, blocks: int) -> float:
+        """The predicted seconds."""
+        return self._base + blocks * self._block if blocks else 0.0
+
+    def add(self, blocks: int, seconds: float) -> None:
+        """Adds a measurement. One that was held up says little."""
+        expected = self.seconds(blocks)
+        error = min(seconds, _MOST_RATIO * expected) - expected
+        self._base_variance += (_DRIFT * self._base) ** 2
+        self._block_variance += (_DRIFT * self._block) ** 2
+        with_base = self._base_variance + blocks * self._covariance
+        with_block = self._covariance + blocks * self._block_variance
+        variance = with_base + blocks * with_block + (_NOISE * max(expected, seconds)) ** 2
+        self._base = max(0.0, self._base + with_base / variance * error)
+        self._block = max(_LEAST_BLOCK_SECONDS, self._block + with_block / variance * error)
+        self._base_variance -= with_base**2 / variance
+        self._covariance -= with_base * with_block / variance
+        self._block_variance -= with_block**2 / variance
 
 
 class Rates:
-    """Seconds of loads, by tier, and of prompts; moving averages of what was measured.
+    """Seconds of loads, by tier, and of prompts, as they were measured.
 
-    Any prompt, also one that is loaded, takes `step_seconds`: loading does not save them.
+    Any prompt, also one that is loaded, takes `step_seconds`: loading does not save them. `load_seconds` are those of
+    a load of one block from host memory.
     """
 
-    def __init__(self, block_bytes: int, block_tokens: int, step_seconds: float = 0.0) -> None:
-        self._block_bytes = block_bytes
+    def __init__(
+        self,
+        block_bytes: int,
+        block_tokens: int,
+        step_seconds: float = 0.0,
+        load_seconds: float | None = None,
+    ) -> None:
         self._block_tokens = block_tokens
-        self._bytes = {tier: _Pace(_LOAD_BASE_SECONDS, 1 / prior) for tier, prior in _PRIORS.items()}
+        load_seconds = _LOAD_BASE_SECONDS if load_seconds is None else max(_LEAST_LOAD_SECONDS, load_seconds)
+        self._loads = {tier: _LoadCost(load_seconds, block_bytes / prior) for tier, prior in _PRIORS.items()}
         self._step_seconds = step_seconds
         # By the power of two above their length: attention makes the tokens of long prompts dearer.
         self._prompts: dict[int, _Pace] = {}
         self._refused = 0
+        self._trial_seconds = 0.0
 
     def loaded(self, tier: KvTier, blocks: int, seconds: float) -> None:
         """Notes a load."""
-        self._bytes[tier].add(blocks * self._block_bytes, seconds)
+        self._loads[tier].add(blocks, seconds)
+
+    def resumed(self, tier: KvTier, blocks: int, tokens: int, seconds: float) -> None:
+        """Notes a prompt of which so many blocks were loaded and the other tokens computed. A load also takes the time
+        until a step sees its end.
+        """
+        self.loaded(tier, blocks, max(0.0, seconds - self._step_seconds - (self._tokens_seconds(tokens) or 0.0)))
 
     def computed(self, tokens: int, seconds: float) -> None:
         """Notes a prompt that was computed."""
         if tokens > 0:
-            pace = self._prompts.setdefault(tokens.bit_length(), _Pace(self._step_seconds, None))
+            pace = self._prompts.setdefault(tokens.bit_length(), _Pace(self._step_seconds))
             pace.add(tokens, seconds)
 
     def load_seconds(self, tier: KvTier, blocks: int) -> float:
         """The predicted seconds of a load."""
-        pace = self._bytes[tier].unit_seconds
-        assert pace is not None
-        return _LOAD_BASE_SECONDS + blocks * self._block_bytes * pace if blocks else 0.0
+        return self._loads[tier].seconds(blocks)
 
     def compute_seconds(self, blocks: int) -> float | None:
-        """The predicted seconds that blocks add to a prompt, as in measured prompts of about this length; None before
-        anything was measured.
-        """
+        """The predicted seconds that blocks add to a prompt; None before anything was measured."""
+        return self._tokens_seconds(blocks * self._block_tokens)
+
+    def _tokens_seconds(self, tokens: int) -> float | None:
+        """As in measured prompts of about this length."""
         if not self._prompts:
             return None
-        tokens = blocks * self._block_tokens
         nearest = min(self._prompts, key=lambda length: (abs(length - tokens.bit_length()), length))
         return tokens * (self._prompts[nearest].unit_seconds or 0.0)
 
     def worth_loading(self, host: int, disk: int) -> int:
-        """Returns how many of the next blocks are sooner loaded than computed: none, those in host memory, or all. One
-        in 20 times it is some more, as many as take little of the time to compute all.
+        """Returns how many of the next blocks are sooner loaded than computed: none, those in host memory, or all. Now
+        and then it is some more, as many as take little of the time to compute what was not loaded.
         """
         whole, part = self.compute_seconds(host + disk), self.compute_seconds(host)
         if whole is None or part is None:
@@ -162,11 +245,19 @@ class Rates:
         best = min(seconds, key=lambda blocks: (seconds[blocks], -blocks))
         if best == host + disk:
             return best
+        tier, left = (KvTier.HOST, host) if best < host else (KvTier.DISK, disk)
+        return best + self._trial_blocks(tier, left, _TRIAL_SHARE * whole)
+
+    def _trial_blocks(self, tier: KvTier, left: int, more_seconds: float) -> int:
+        """Returns how many blocks are loaded as a trial: none, before trials have so much time."""
         self._refused += 1
-        if self._refused % _TRIAL:
-            return best
-        left, taken = (host, from_host) if best < host else (disk, from_disk)
-        return best + max(1, min(left, int(left * _TRIAL_SHARE * whole / taken)))
+        self._trial_seconds += more_seconds
+        if self._refused < _TRIAL or self._trial_seconds < self.load_seconds(tier, 1):
+            return 0
+        cost = self._loads[tier]
+        blocks = min(left, int((self._trial_seconds - cost.seconds(1)) / cost.block_seconds) + 1)
+        self._refused, self._trial_seconds = 0, 0.0
+        return blocks
 
     def patience_seconds(self, blocks: int) -> float:
         """The longest wait for a load of blocks: as long as it takes to compute them."""

@@ -11,7 +11,6 @@ import structlog
 import torch
 
 from runtime.machine import available_bytes
-from services.engines import metrics
 from services.engines.base import MemoryTiers
 from services.engines.kv import KvLayout
 from services.engines.kv_events import KvTier
@@ -23,6 +22,7 @@ from services.engines.pytorch.kv_cache.tiers.host import Copier, HostRegion
 from services.engines.pytorch.kv_cache.tiers.jobs import Demotion, Load, LoadItem, Rates, Write
 from services.engines.pytorch.kv_cache.tiers.moves import Movers
 from services.engines.pytorch.kv_cache.tiers.options import TierOptions
+from services.engines.running import metrics
 from services.engines.seals import BlockContents, Sealer
 
 log = structlog.get_logger(__name__)
@@ -62,6 +62,7 @@ class KvTiers:
         self._writes: deque[Write] = deque()
         self._waiting: list[_Waiting] = []
         self._loading: Counter[bytes] = Counter()  # by how many loads: a block may leave the pool again during one
+        self._expected: Counter[bytes] = Counter()  # those whose load begins soon
         self._back_in_pool: set[bytes] = set()  # of those that are loaded: computed or pulled meanwhile
         self._failures: dict[KvTier, deque[float]] = {KvTier.HOST: deque(), KvTier.DISK: deque()}
         self._tokens: Counter[str] = Counter()
@@ -97,7 +98,7 @@ class KvTiers:
     @property
     def is_busy(self) -> bool:
         """True if a request waits for blocks to come or to go."""
-        return bool(self._loading or self._waiting)
+        return bool(self._loading or self._expected or self._waiting)
 
     def demote(self, evicted: Sequence[tuple[int, bytes]]) -> Sequence[bytes]:
         """Takes over blocks that the pool evicts; returns the names of those that cannot be kept. Their content stays
@@ -141,14 +142,27 @@ class KvTiers:
             self._waiting.append(_Waiting(jobs, call))
 
     def is_loading(self, block_hash: bytes) -> bool:
-        """True if another request loads this block now: wait for it."""
-        return block_hash in self._loading
+        """True if another request loads this block now, or soon: wait for it."""
+        return block_hash in self._loading or block_hash in self._expected
+
+    def expect(self, contents: Sequence[BlockContents]) -> None:
+        """Notes that the loads of these blocks begin soon."""
+        self._expected.update(content.block_hash for content in contents)
+
+    def unexpect(self, contents: Sequence[BlockContents]) -> None:
+        """Notes that they have begun, or will not begin."""
+        for content in contents:
+            count_off(self._expected, content.block_hash)
 
     def worth_loading(self, hashes: Sequence[bytes]) -> int:
         """Returns how many of the next blocks of a chain are sooner loaded than computed."""
         return self.rates.worth_loading(*self.directory.following(hashes))
 
-    def load(self, contents: Sequence[BlockContents], blocks: Sequence[int]) -> Load:
+    def late_at(self, num_blocks: int) -> float:
+        """The time at which a load of so many blocks is late, if it begins now."""
+        return time.monotonic() + min(self._patience_seconds, self.rates.patience_seconds(num_blocks))
+
+    def load(self, contents: Sequence[BlockContents], blocks: Sequence[int], late_at: float | None = None) -> Load:
         """Starts to load blocks that are in the tiers into blocks of the pool."""
         items, take, leaving, arriving = list[LoadItem](), self.directory.take, self._leaving, self._arriving
         for content, block in zip(contents, blocks, strict=True):
@@ -156,8 +170,7 @@ class KvTiers:
             after = [job for job in (leaving.get(block), arriving.get(name)) if job is not None]
             items.append(LoadItem(take(name), content, block, after))
         self._loading.update(content.block_hash for content in contents)
-        patience = min(self._patience_seconds, self.rates.patience_seconds(len(items)))
-        load = Load(items, time.monotonic() + patience)
+        load = Load(items, self.late_at(len(items)) if late_at is None else late_at)
         self._movers.begin(load)
         return load
 
@@ -198,6 +211,8 @@ class KvTiers:
             else:
                 self._put_back(item)
         self._count(load, load.items[: load.checked])
+        if load.seconds:
+            self.rates.loaded(load.tier, len(load.items), load.seconds)
         return load.checked
 
     def give_back(self, load: Load) -> None:
@@ -207,10 +222,10 @@ class KvTiers:
         for item in load.items:
             self._put_back(item)
 
-    def begin(self, step_seconds: float) -> None:
-        """Forgets what was counted and measured, since the warm-up is no client's work. Any prompt takes a step."""
+    def begin(self, step_seconds: float, load_seconds: float | None) -> None:
+        """Forgets what was counted, since the warm-up is no client's work, but not what a step and a load took."""
         self._tokens.clear()
-        self.rates = Rates(self._layout.block_bytes, self._layout.block_tokens, step_seconds)
+        self.rates = Rates(self._layout.block_bytes, self._layout.block_tokens, step_seconds, load_seconds)
 
     def found(self, prompt_tokens: int, cached_tokens: int, loaded: Mapping[KvTier, int]) -> None:
         """Counts a prompt, and how much of it was cached, of which some was loaded."""
@@ -235,8 +250,12 @@ class KvTiers:
 
     def poll(self) -> None:
         """Notes what the threads have done since the last call."""
+        demoted = 0
         while self._demotions and self._demotions[0].is_done:
             self._note_demoted(self._demotions.popleft())
+            demoted += 1
+        if demoted:
+            metrics.TIER_BYTES.labels("host", "out").inc(demoted * self._layout.block_bytes)
         while self._writes and self._writes[0].is_done:
             self._note_written(self._writes.popleft())
         if self._waiting:
@@ -298,7 +317,6 @@ class KvTiers:
         if job.failure:
             self.directory.lose(block_hash)
             self._note_failure(KvTier.HOST, job.failure)
-        metrics.TIER_BYTES.labels("host", "out").inc(self._layout.block_bytes)
 
     def _note_written(self, write: Write) -> None:
         self._free_buffers.append(write.buffer)
@@ -333,8 +351,6 @@ class KvTiers:
             metrics.FAILED_LOADS.labels("late" if load.failure == "late" else "error").inc()
             if load.failure != "late":
                 self._note_failure(load.tier, load.failure)
-        elif load.seconds:
-            self.rates.loaded(load.tier, len(load.items), load.seconds)
 
 
 def _host_slots(options: TierOptions, layout: KvLayout, pool_blocks: int) -> int:

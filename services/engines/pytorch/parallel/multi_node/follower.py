@@ -14,7 +14,6 @@ import torch
 from baton.errors import EngineFailed
 from runtime.aio import timeout, wait_until_done
 from runtime.threads import daemon_call
-from services.engines import metrics
 from services.engines.context import RankProgress
 from services.engines.pytorch.config import MultiNodeOptions, PyTorchConfig
 from services.engines.pytorch.kv_cache.memory import open_memory
@@ -34,6 +33,7 @@ from services.engines.pytorch.parallel.multi_node.link import (
 )
 from services.engines.pytorch.parallel.multi_node.settings import settings_of
 from services.engines.pytorch.runners.selection import fused_runner
+from services.engines.running import metrics
 
 _log = structlog.get_logger(__name__)
 

@@ -13,7 +13,6 @@ import torch
 
 from baton.errors import ConfigError, EngineFailed
 from runtime.aio import timeout
-from services.engines import metrics
 from services.engines.pytorch.config import PyTorchConfig
 from services.engines.pytorch.parallel.followers import LOAD_SECONDS, check_split, shard_of
 from services.engines.pytorch.parallel.joining import join, open_store
@@ -30,6 +29,7 @@ from services.engines.pytorch.parallel.multi_node.link import (
 from services.engines.pytorch.parallel.multi_node.settings import differences, settings_of
 from services.engines.pytorch.parallel.ranks import Ranks
 from services.engines.pytorch.runners.fused_runner import Sizes
+from services.engines.running import metrics
 
 _log = structlog.get_logger(__name__)
 

@@ -39,7 +39,8 @@ def keeper() -> Iterator[KeepsHere]:
 
 
 def _engine(checkpoint: Checkpoint, kept: KeptMemory, **options: object) -> PyTorchEngine:
-    return PyTorchEngine(checkpoint.config(**options), kept=kept)
+    """On the CPU, whose memory alone can be kept."""
+    return PyTorchEngine(checkpoint.config(**{"device": "cpu", **options}), kept=kept)
 
 
 async def test_the_next_engine_computes_only_what_was_not_in_a_full_block(
@@ -179,7 +180,7 @@ def test_all_other_blocks_are_zero(size: int) -> None:
 
 def _kill(folder: Path, *options: str, program: str = "dying_engine") -> dict[str, object]:
     command = [sys.executable, "-m", f"support.engines.{program}", str(save_llama(folder)), *options]
-    paths = {**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'tests'}"}
+    paths = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests"), *sys.path])}
     ended = subprocess.run(command, env=paths, capture_output=True, text=True, check=False)
     assert ended.returncode == 0, ended.stderr[-2000:]
     report: dict[str, object] = json.loads(ended.stdout.splitlines()[-1])

@@ -18,7 +18,7 @@ from support.eventually import PATIENCE_SECONDS, eventually
 from baton.engine.v1 import worker_pb2, worker_pb2_grpc
 from baton.errors import Unsupported
 from rpc.channels import open_channel
-from runtime.metrics import REGISTRY
+from runtime.telemetry.metrics import REGISTRY
 from services.config import WorkerConfig
 from services.engines.base import Engine
 from services.engines.kv_events import ReportsKvEvents

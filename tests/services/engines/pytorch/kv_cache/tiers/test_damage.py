@@ -10,7 +10,7 @@ from support.clients.scraping import sample, since
 from support.engines.embedded import Checkpoint
 from support.engines.engine_calls import collect, greedy
 from support.engines.tier_damage import BLOCK_BYTES, DAMAGES, SLOT_BYTES, Damage, damage_one, flipped_bit
-from support.engines.tier_faults import STEPS, failing_now_and_then
+from support.engines.tier_faults import STEPS, failing_now_and_then, files_of_at_most
 from support.engines.tier_loads import always_loaded
 
 from services.engines.kv_events import KvTier
@@ -23,6 +23,7 @@ __all__ = ["always_loaded"]
 
 POOL = 20 * BLOCK_BYTES
 TOKENS = 4
+_PARTS = 8  # of the ten thousand, each in a test of its own
 ON_HOST = {"kv_cache_bytes": POOL, "tiers": {"host_bytes": 200 * BLOCK_BYTES, "load_patience_seconds": 60}}
 Ids = Callable[[int, int], tuple[int, ...]]
 
@@ -49,10 +50,14 @@ async def ids_of(engine: PyTorchEngine, prompt: tuple[int, ...]) -> tuple[int, .
 
 
 async def damaged_reads(
-    llama: Checkpoint, prompts: Sequence[tuple[int, ...]], options: Mapping[str, object], counts: Mapping[KvTier, int]
+    llama: Checkpoint,
+    prompts: Sequence[tuple[int, ...]],
+    options: Mapping[str, object],
+    counts: Mapping[KvTier, int],
+    seed: int = 0,
 ) -> tuple[dict[KvTier, int], int]:
     """Asks for prompts until so many damaged blocks were read of each tier; returns how many, and the wrong answers."""
-    chance, wrong, turn = random.Random(32), 0, 0
+    chance, wrong, turn = random.Random(32 + seed), 0, 0
     found = {tier: since("baton_kv_damaged_blocks_total", tier=tier.name.lower()) for tier in counts}
     async with llama.engine(**options) as engine:
         right = [llama.generate(prompt, TOKENS) for prompt in prompts]
@@ -75,17 +80,21 @@ async def test_of_a_hundred_damaged_reads_none_gives_a_wrong_token(
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
+@pytest.mark.parametrize("part", range(_PARTS))
 @pytest.mark.usefixtures("never_closed", "always_loaded")
 async def test_of_ten_thousand_damaged_reads_none_gives_a_wrong_token(
-    llama: Checkpoint, prompts: list[tuple[int, ...]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    llama: Checkpoint, prompts: list[tuple[int, ...]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, part: int
 ) -> None:
-    """5000 of host memory, and 5000 of the disk, while one operation of the tiers in a thousand fails."""
-    failures = failing_now_and_then(monkeypatch, STEPS, share=0.001)
-    of_host, wrong = await damaged_reads(llama, prompts, ON_HOST, {KvTier.HOST: 5000})
-    of_disk, wrong_too = await damaged_reads(llama, prompts, on_disk(tmp_path / "kv"), {KvTier.DISK: 5000})
+    """Half of host memory, and half of a disk that is full amid a block, while one operation in a thousand fails."""
+    failures = failing_now_and_then(monkeypatch, STEPS, share=0.001, seed=part)
+    each = 10_000 // _PARTS // 2
+    of_host, wrong = await damaged_reads(llama, prompts, ON_HOST, {KvTier.HOST: each}, part)
+    with files_of_at_most(60 * SLOT_BYTES + 4096):
+        of_disk, wrong_too = await damaged_reads(llama, prompts, on_disk(tmp_path / "kv"), {KvTier.DISK: each}, part)
     print(f"{of_host[KvTier.HOST]} damaged reads of host memory, {of_disk[KvTier.DISK]} of the disk")
     print(f"beside {failures.total()} failed operations ({_shown(failures)}): {wrong + wrong_too} wrong answers")
-    assert of_host[KvTier.HOST] + of_disk[KvTier.DISK] >= 10_000
+    assert of_host[KvTier.HOST] >= each
+    assert of_disk[KvTier.DISK] >= each
     assert wrong + wrong_too == 0
 
 

@@ -1,6 +1,5 @@
 """A device, a link or a disk that fails amid a demotion, a spill or a load costs time, and never a token."""
 
-import resource
 import threading
 import time
 from collections.abc import Callable
@@ -12,7 +11,7 @@ from support.clients.scraping import sample, since
 from support.engines.embedded import Checkpoint
 from support.engines.engine_calls import collect, greedy
 from support.engines.tier_damage import BLOCK_BYTES, SLOT_BYTES, settle
-from support.engines.tier_faults import STEPS, Step, failing_now_and_then
+from support.engines.tier_faults import STEPS, Step, failing_now_and_then, files_of_at_most
 
 from services.engines.kv_events import KvTier
 from services.engines.prompt import Prompt
@@ -101,13 +100,9 @@ async def test_a_disk_that_is_full_amid_a_block_loses_that_block_alone(
 ) -> None:
     failed = since("baton_kv_tier_failures_total", tier="disk")
     loaded = since("baton_kv_tier_hit_tokens_total", tier="disk")
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     async with llama.engine(**on_disk(tmp_path / "kv")) as engine:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (40 * SLOT_BYTES + 4096, hard))
-        try:
+        with files_of_at_most(40 * SLOT_BYTES + 4096):
             await check_answers(llama, engine, prompts, 4)
-        finally:
-            resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert failed.grown > 0
     assert loaded.grown > 0
 

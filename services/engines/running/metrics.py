@@ -3,7 +3,7 @@
 from functools import partial
 from typing import Protocol
 
-from runtime.metrics import counter, gauge, info
+from runtime.telemetry.metrics import counter, gauge, info
 from services.engines.kv_events import KvTier
 
 PREEMPTIONS = counter(

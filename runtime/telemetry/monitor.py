@@ -17,7 +17,7 @@ import structlog
 from prometheus_client import CollectorRegistry, make_wsgi_app
 
 from baton.errors import ConfigError
-from runtime.metrics import REGISTRY
+from runtime.telemetry.metrics import REGISTRY
 from runtime.threads import start_thread
 
 if TYPE_CHECKING:
