@@ -81,9 +81,17 @@ def plan(namespace: str, etcd: str, shape: Shape) -> FleetPlan:
     if shape == "one":
         worker = (*worker, "roles=[prefill, decode]")
     # A new request for images is refused while no encoder is ready: there are two.
-    encode, prefill = 2 * int(shape == "images"), int(shape != "one")
     return FleetPlan(
-        namespace, etcd, worker, ROUTER, encode, prefill, decode=1, routers=2, module=_MODULE, metrics=True
+        namespace,
+        etcd,
+        worker,
+        ROUTER,
+        encode=2 * int(shape == "images"),
+        prefill=int(shape != "one"),
+        decode=1,
+        routers=2,
+        module=_MODULE,
+        metrics=True,
     )
 
 
