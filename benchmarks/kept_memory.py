@@ -5,8 +5,8 @@
 
 The first counts from the kill to the first token of a call that is repeated until it succeeds. Without a keeper the
 process is started again at once. Beside the seconds there is the processor's time of the process that started, which
-does not depend on what else the machine does. `--token` compares the processor's time of tokens, in turns. What becomes of streams
-is counted by killed_workers.py.
+does not depend on what else the machine does. `--token` compares the processor's time of tokens, in turns. What becomes
+of streams is counted by killed_workers.py.
 """
 
 import argparse
