@@ -7,6 +7,8 @@ tests/services/engines/contract/ define what an engine must do.
 The Protocol of embedders, which turn texts into vectors.
 """
 
+import os
+import signal
 from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol, TypeAlias
@@ -349,6 +351,10 @@ class Engine(PrefillEngine, DecodeEngine, Protocol):
     def journal(self) -> Journal | None:
         """The journal by which its decodes outlive its process; None if they do not."""
         return None
+
+    def end_process(self) -> None:
+        """Kills this process as soon as no step runs, for one that goes on with its journal."""
+        os.kill(os.getpid(), signal.SIGKILL)
 
     def pop_recovered(self) -> Sequence[RecoveredDecode]:
         """The decodes that the worker's last process has left, once. The caller owns their reservations."""

@@ -1,6 +1,8 @@
 """The embedded engine: asynchronous calls into the engine's thread, and their abort."""
 
 import asyncio
+import os
+import signal
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from functools import partial
@@ -121,6 +123,10 @@ class PyTorchEngine(Engine):
     def journal(self) -> Journal | None:
         """The journal by which its decodes outlive its process; None if they do not."""
         return self._core.journal
+
+    def end_process(self) -> None:
+        """Kills this process between two steps. See Engine."""
+        self._loop.post(lambda _: os.kill(os.getpid(), signal.SIGKILL))
 
     def pop_recovered(self) -> Sequence[RecoveredDecode]:
         """The decodes that the worker's last process has left, once. See Engine."""
