@@ -92,7 +92,7 @@ def test_the_polynomial_is_from_the_highest_power_down() -> None:
         ({"tea_cache": {"threshold": 1, "coefficients": []}}, "tea_cache.coefficients"),
         ({"tea_cache": {"threshold": 1}, "cpu_offload": "stream"}, "tea_cache: not with cpu_offload: stream"),
         ({"cpu_offload": "disk"}, "cpu_offload"),
-        ({"data_parallel_size": 2}, "data_parallel_size"),
+        ({"data_parallel_size": 0}, "data_parallel_size"),
         ({"tensor_parallel_size": 2}, "tensor_parallel_size"),
         ({"frames": 9, "max_frames": 8}, "max_frames"),
     ],
