@@ -234,6 +234,7 @@ class VllmEngine(ExternalEngine):
                 if budget.max_tokens < 1:
                     yield Finished(FinishReason.LENGTH, len(prompt.token_ids))
                     return
+                await self._sleep.wake()  # it may have fallen asleep while a repeated one was dropped
                 request = self._builder.whole(prompt, sampling, Budgeted(planned, budget))
                 generation = self._requests.submit(request)
             async for event in self._yielded(generation, prompt, sampling, fetched=False):

@@ -43,7 +43,7 @@ class VllmSleep:
     @property
     def is_asleep(self) -> bool:
         """True from when it begins to fall asleep until it is awake again."""
-        return not self._awake.is_set()
+        return self._requests.is_asleep
 
     def is_idle(self) -> bool:
         """True if an engine that may sleep has no requests: it is not tested meanwhile, which would keep it awake."""
@@ -76,6 +76,7 @@ class VllmSleep:
             await asyncio.sleep(_LOOK_SECONDS)
 
     async def _sleep(self) -> None:
+        self._requests.is_asleep = True
         self._awake.clear()
         self._wanted.clear()
         async with timeout(_MOST_SECONDS):
@@ -85,4 +86,5 @@ class VllmSleep:
         async with timeout(_MOST_SECONDS):
             await self._llm.wake_up()
         self._requests.progressed()
+        self._requests.is_asleep = False
         self._awake.set()

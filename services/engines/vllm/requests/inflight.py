@@ -5,7 +5,7 @@ import itertools
 from dataclasses import dataclass
 from typing import Any
 
-from baton.errors import BatonError, EngineFailed, InvalidRequest, Overloaded
+from baton.errors import BatonError, EngineFailed, InvalidRequest, Overloaded, Unavailable
 from runtime.aio import timeout
 from services.engines.external.requests import ExternalRequests, text_of
 from services.engines.vllm.monitoring import metrics
@@ -32,10 +32,14 @@ class VllmRequests(ExternalRequests[VllmGeneration]):
         self._package = package
         self._limits = limits
         self._numbers = itertools.count()
+        self.is_asleep = False  # also while vLLM falls asleep or wakes
 
     def submit(self, request: VllmRequest) -> VllmGeneration:
-        """Submits a request. Raises Overloaded if too many are here, and Unavailable after a fatal error."""
+        """Submits a request. Raises Overloaded if too many are here, and Unavailable asleep or after a fatal error."""
         self.require_capacity()
+        if self.is_asleep:
+            # vLLM would answer with other tokens, and without an error.
+            raise Unavailable("vLLM sleeps")
         if unknown := sorted(set(request.arguments) - self._package.generate_arguments):
             raise EngineFailed(f"vLLM {self._package.version} does not take {', '.join(unknown)}")
         outputs = self._llm.generate(**request.arguments, request_id=f"baton-{next(self._numbers)}")

@@ -70,6 +70,11 @@ def test_an_unknown_key_of_a_file_is_refused_with_the_file(tmp_path: Path) -> No
     [
         ({"whole_requests": True}, ("prefill",), "whole_requests"),
         ({"sleep_after_seconds": 60}, ("decode",), "sleep_after_seconds: only with engine.whole_requests"),
+        (
+            {"sleep_after_seconds": 60, "whole_requests": True, "lora": {"folder": "/nowhere"}},
+            ("decode",),
+            "sleep_after_seconds: not with engine.lora",
+        ),
         ({"handoff": {"seconds": 5, "fetch_seconds": 5}}, ("prefill",), "handoff.seconds"),
         (
             {"args": {"speculative_config": {"method": "ngram", "num_speculative_tokens": 2}}},

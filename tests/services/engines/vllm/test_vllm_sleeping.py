@@ -83,6 +83,19 @@ async def test_an_engine_with_a_request_does_not_sleep() -> None:
         await eventually(lambda: core.asleep)
 
 
+async def test_a_request_that_did_not_wait_is_refused_until_the_engine_is_awake() -> None:
+    core = Core()
+    requests = _requests(core)
+    core.go_on.clear()
+    async with VllmSleep(core, requests, 0.01) as sleep:
+        await eventually(lambda: core.asleep)
+        with pytest.raises(Unavailable, match="sleeps"):
+            requests.submit(VllmRequest(Plan((1, 2), ()), {}))
+        core.go_on.set()
+        await _asked(sleep, requests)
+        core.finish.set()
+
+
 async def test_a_client_that_leaves_a_sleeping_engine_loses_no_other_request() -> None:
     core = Core()
     requests = _requests(core)
