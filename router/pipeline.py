@@ -37,8 +37,7 @@ from router.text.media_validation import media_items
 from router.text.served_model import ServedModel
 from router.workers.cluster import Cluster
 from router.workers.serialized_prompt import SerializedPrompt
-
-_MANY_IDS = 16 * 1024  # copying more takes over a millisecond
+from runtime.threads import MANY_IDS
 
 Result = TypeVar("Result")
 
@@ -112,7 +111,7 @@ class Pipeline:
         ctx.stats.prompt_tokens = read.expected_tokens
         media = await self._load_media(ctx, read.media) if read.media else ()
         serialized = None
-        if len(read.token_ids) > _MANY_IDS:
+        if len(read.token_ids) > MANY_IDS:
             serialized = await asyncio.to_thread(SerializedPrompt.of, read.token_ids, read.prompt)
         prompt = self.processor.prompt(ctx, model, read.prompt, media)
         prompt.token_ids, prompt.bad_sequences = read.token_ids, read.bad_sequences
@@ -208,5 +207,5 @@ def _read_input(
 def _prompt(token_ids: Sequence[int], cache_salt: str, lora: lora_pb2.LoraAdapter | None) -> prompt_pb2.Prompt:
     """The prompt; of many ids without them, which SerializedPrompt has."""
     return prompt_pb2.Prompt(
-        token_ids=token_ids if len(token_ids) <= _MANY_IDS else (), cache_salt=cache_salt, lora=lora
+        token_ids=token_ids if len(token_ids) <= MANY_IDS else (), cache_salt=cache_salt, lora=lora
     )

@@ -12,7 +12,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from itertools import count
-from types import TracebackType
 from typing import Any, Final, Generic, TypeVar
 
 Value = TypeVar("Value")
@@ -22,7 +21,7 @@ _SWITCH_SECONDS: Final = 0.001
 _CALLS_A_TURN: Final = 32
 _IDS_A_TURN: Final = 32 * 1024
 # Working on more ids takes the event loop over a millisecond.
-_MANY_IDS: Final = 16 * 1024
+MANY_IDS: Final = 16 * 1024
 _calls = count(1)
 
 
@@ -56,7 +55,7 @@ def in_pieces(ids: Sequence[int]) -> Iterator[Sequence[int]]:
 
 async def of_many(count: int, work: Callable[[], Value]) -> Value:
     """Calls `work`, which looks at so many token ids: if they are many, in a thread, beside the event loop."""
-    return work() if count <= _MANY_IDS else await asyncio.to_thread(work)
+    return work() if count <= MANY_IDS else await asyncio.to_thread(work)
 
 
 def _is_on_loop() -> bool:
@@ -96,9 +95,7 @@ class _Call(Generic[Value]):
     def __enter__(self) -> None:
         """Required of a context manager."""
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> bool:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> bool:
         if error is not None:
             failed = error
             self._post(lambda: self._answer.set_exception(failed))

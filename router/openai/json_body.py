@@ -56,7 +56,7 @@ def parse(body: bytes, texts: TextLimits | None = None) -> dict[str, Any]:
     except WrongValue as error:
         raise InvalidRequest.of(error.path or "body", error.problem) from None
     except (ValueError, RecursionError) as error:
-        raise InvalidRequest.of("body", f"is not valid JSON: {error}") from None
+        raise InvalidRequest.of("body", f"is not valid JSON: {str(error).partition('; use sys')[0]}") from None
     if not isinstance(value, dict):
         raise InvalidRequest.of("body", "must be a JSON object")
     return value

@@ -38,8 +38,8 @@ _MOST_PIPELINED = 16
 _MOST_CHUNKS = 2048
 
 
-class _TooManyPieces(Exception):
-    """Ends the parsing of what has come, and the connection."""
+class _Malformed(Exception):
+    """Ends the parsing of what has come, and the connection: it is no request, or in too many pieces."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,15 +95,19 @@ class _BoundedHttp(HttpToolsProtocol):
 
     def on_headers_complete(self) -> None:
         self._head_bytes = 0
+        hosts = sum(name == b"host" for name, _ in self.headers)
+        # RFC 9112, 3.2: a proxy before this router may have taken another one than it does.
+        if hosts > 1 or (not hosts and self.parser.get_http_version() == "1.1"):
+            raise _Malformed
         if len(self.pipeline) >= _MOST_PIPELINED:
-            raise _TooManyPieces
+            raise _Malformed
         super().on_headers_complete()
 
     def on_body(self, body: bytes) -> None:
         self._head_bytes = 0
         self._chunks += 1
         if self._chunks > _MOST_CHUNKS:
-            raise _TooManyPieces
+            raise _Malformed
         super().on_body(body)
 
     def on_message_complete(self) -> None:

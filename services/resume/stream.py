@@ -139,6 +139,8 @@ class KeptStream:
     def size(self) -> int:
         """The bytes that it takes, without its prompt."""
         told = len(self.kept.record) + len(self.accepted or b"") + len(self.finished or b"")
+        if self.prompt_logprobs is not None:
+            told += self.prompt_logprobs.ByteSize()
         return _OBJECT_BYTES + told + self.ids.itemsize * len(self.ids) + self._logprobs_size
 
     @property

@@ -90,6 +90,7 @@ class KeptStreams:
         self._entries: dict[str, _Entry] = {}
         self._parked: dict[_Entry, None] = {}  # those that generate, the longest parked first
         self._finished: dict[_Entry, int] = {}  # the bytes of those that have ended, in that order
+        self._finished_bytes = 0
         # Told with each load of the worker: kept up to date, so that telling it takes nothing.
         self.usage = NOTHING_KEPT
         self._look: asyncio.TimerHandle | None = None
@@ -256,9 +257,10 @@ class KeptStreams:
         entry.cancel_deadline()
         if self._entries.get(entry.stream.kept.request_id) is not entry:
             return
-        self._finished[entry] = entry.stream.size + len(entry.stream.kept.prompt)
+        self._finished[entry] = size = entry.stream.size + len(entry.stream.kept.prompt)
+        self._finished_bytes += size
         self._note_usage()
-        while sum(self._finished.values()) > self._config.max_finished_bytes:
+        while self._finished_bytes > self._config.max_finished_bytes:
             self._drop(next(iter(self._finished)))
             metrics.KEPT_DROPPED.labels("bytes").inc()
 
@@ -300,7 +302,8 @@ class KeptStreams:
         entry.cancel_deadline()
         entry.stop(entry.stopped_by)
         self._parked.pop(entry, None)
-        if self._finished.pop(entry, None) is not None:
+        if (size := self._finished.pop(entry, None)) is not None:
+            self._finished_bytes -= size
             self._free_slot(entry)
         if not entry.stream.is_told:
             _free_yielded(entry.stream)  # the router that has been told of it frees it, or has it read
@@ -363,11 +366,15 @@ def attached(stream: KeptStream, request: decode_pb2.AttachRequest) -> decode_pb
     return decode_pb2.DecodeResponse(attached=message)
 
 
-def require_later(stream: KeptStream, attempt: int) -> None:
-    """Raises StaleAttempt unless it is above that of the last Attach; 0 is the next one, whatever came before."""
-    if attempt and attempt <= stream.attempt:
+def require_later(stream: KeptStream, request: decode_pb2.AttachRequest) -> None:
+    """Raises StaleAttempt unless its attempt is above that of the last Attach; 0 is the next one, whatever came before.
+
+    Of a router that reads it `again`, it is that of the last Attach.
+    """
+    attempt, is_counted = request.attempt, request.again or request.attempt
+    if is_counted and attempt < stream.attempt + (0 if request.again else 1):
         raise StaleAttempt(f"attempt {attempt} comes after attempt {stream.attempt}")
-    stream.attempt = attempt or stream.attempt + 1
+    stream.attempt = attempt if is_counted else stream.attempt + 1
 
 
 def _add_logprobs(stream: KeptStream, start: int, message: decode_pb2.DecodeAttached) -> None:

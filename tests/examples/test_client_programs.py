@@ -18,7 +18,7 @@ from router.config import AdmissionConfig
 from router.server import host_router
 
 # The first test of a language builds its program, on two cores that others use too.
-pytestmark = pytest.mark.timeout(400)
+pytestmark = pytest.mark.timeout(1000)
 
 SELECTED = [each for each in os.environ.get("BATON_CLIENTS", "").split() or PROGRAMS if each != LIBRARIES]
 CANCELLED, INVALID_ARGUMENT, DEADLINE_EXCEEDED = 1, 3, 4

@@ -12,7 +12,7 @@ from support.engines.checkpoints import DEMO
 from support.engines.written_engine import HERMES_TEMPLATE
 
 pytestmark = [
-    pytest.mark.timeout(600),
+    pytest.mark.timeout(1000),
     pytest.mark.skipif(
         LIBRARIES not in os.environ.get("BATON_CLIENTS", "").split(),
         reason=f"`make clients CLIENTS={LIBRARIES}` runs it",

@@ -164,6 +164,26 @@ async def test_what_comes_in_too_many_pieces_ends_the_connection(bounded: Bench,
     assert len(await bounded.text_of(prompt="hi", stopping={"max_tokens": 3})) > 0
 
 
+@pytest.mark.parametrize(
+    ("version", "hosts", "status"),
+    [(b"1.1", 1, b"200"), (b"1.1", 0, b"400"), (b"1.1", 2, b"400"), (b"1.0", 0, b"200"), (b"1.0", 2, b"400")],
+)
+async def test_a_request_names_its_host_once(bounded: Bench, version: bytes, hosts: int, status: bytes) -> None:
+    client = await client_of(bounded)
+    await client.send(b"GET /v1/models HTTP/%b\r\n" % version + b"Host: x\r\n" * hosts + b"\r\n")
+    assert (await asyncio.wait_for(client.reader.readline(), 20)).split()[1] == status
+
+
+async def test_a_number_of_too_many_digits_is_refused_without_advice_for_programmers(bounded: Bench) -> None:
+    client = await client_of(bounded)
+    body = b'{"prompt":"a","seed":' + b"9" * 5000 + b"}"
+    await client.send(head(len(body)) + body)
+    answer = await asyncio.wait_for(client.reader.readuntil(b"}}"), 20)
+    assert b" 400 " in answer.partition(b"\r\n")[0]
+    assert b"4300 digits" in answer
+    assert b"sys." not in answer
+
+
 async def test_a_body_in_some_chunks_is_answered(bounded: Bench) -> None:
     client = await client_of(bounded)
     pieces = [BODY[at : at + 7] for at in range(0, len(BODY), 7)]

@@ -23,10 +23,11 @@ from baton.engine.v1 import decode_pb2
 from baton.errors import BatonError, PositionInvalid, StaleAttempt, StreamAdopted, StreamLost, Unavailable
 from runtime.aio import timeout
 from services.config import KeepConfig
+from services.engines.answer import PromptLogprobs, Tokens
 from services.engines.base import EngineLoad
 from services.engines.journal.journal import Journal, RecoveredDecode
 from services.engines.journal.slots import SlotShape
-from services.resume.stream import KeptStream
+from services.resume.stream import KeptRequest, KeptStream
 from services.resume.streams import KeptStreams
 from services.resume.takeover import LeftStream
 
@@ -367,6 +368,15 @@ async def test_the_prompts_of_ended_streams_count(start: Starter) -> None:
             found = await _read(decode.calls.decodes.Decode(request), Reading())
             assert found.error is None, found.error
         assert len(decode.worker.kept) == 2
+
+
+def test_the_log_probabilities_of_a_prompt_count_until_they_are_read() -> None:
+    stream = KeptStream(KeptRequest.of(_kept("a"), 60.0), 2**20)
+    before = stream.size
+    stream.add(Tokens((7,), prompt_logprobs=PromptLogprobs((-0.5,) * 5000, 0)))
+    assert stream.size >= before + 4 * 5000
+    stream.prompt_logprobs = None
+    assert stream.size == before + 4
 
 
 async def test_a_worker_may_keep_none(start: Starter) -> None:

@@ -2,17 +2,22 @@
 
 import importlib
 import json
+from dataclasses import fields
 from pathlib import Path
+from typing import Any
 
 import pytest
+from packaging.version import Version
 from pydantic import ValidationError
+from support.engines.checkpoints import save_qwen3
 
 from baton.errors import ConfigError
 from services.engines.registry import describe, read_engine_config
 from services.engines.vllm.config import VllmArguments, VllmConfig
 from services.engines.vllm.factory import check, check_adapters, check_gpus, resolve
+from services.engines.vllm.facts import vllm_facts
 from services.engines.vllm.loading import free_ports, kv_connectors, together
-from services.engines.vllm.package import open_vllm_package
+from services.engines.vllm.package import VllmPackage, open_vllm_package
 
 FAMILIES = Path(__file__).resolve().parents[4] / "deploy" / "engine_configs"
 
@@ -161,6 +166,21 @@ def test_more_gpus_than_are_visible_are_refused_with_both_numbers(sizes: dict[st
     with pytest.raises(ConfigError, match="parallel size is 4, and 2 GPUs are visible"):
         check_gpus(args, 2)
     check_gpus(args, 4)
+
+
+def test_the_settings_that_operators_ask_for_are_in_the_facts(tmp_path: Path) -> None:
+    parts: dict[str, Any] = dict.fromkeys(field.name for field in fields(VllmPackage))
+    sets = dict.fromkeys(("engine_arguments", "sampling_arguments", "generate_arguments"), frozenset[str]())
+    package = VllmPackage(**{**parts, **sets, "version": Version("0.32.0"), "connector_version": 1})
+    given = {"gpu_memory_utilization": 0.5, "max_num_batched_tokens": 900, "max_num_seqs": 6, "trust_remote_code": True}
+    args = VllmArguments.model_validate(given)
+    facts = vllm_facts(_config(model=save_qwen3(tmp_path)), args, package, takes_handoffs=False)
+    assert dict(facts.settings) == {
+        "gpu_memory_utilization": "0.5",
+        "max_num_batched_tokens": "900",
+        "max_num_seqs": "6",
+        "trust_remote_code": "true",
+    }
 
 
 def test_adapters_in_float32_are_refused_on_gpus(tmp_path: Path) -> None:
