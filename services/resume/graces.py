@@ -43,6 +43,12 @@ class Graces(Generic[Item]):
             del self._ticks[tick]
 
     def _pass(self, tick: int) -> None:
-        _, items = self._ticks.pop(tick)
-        while items:
-            self._end(items.pop())
+        self._end_all(self._ticks.pop(tick)[1])
+
+    def _end_all(self, items: set[Item]) -> None:
+        try:
+            while items:
+                self._end(items.pop())
+        finally:
+            if items:  # the others go, whatever one of them raises
+                self._end_all(items)

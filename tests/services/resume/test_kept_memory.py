@@ -88,3 +88,20 @@ async def test_an_item_may_go_while_another_one_does() -> None:
         for name in tuple(graces._ticks[tick][1]):
             graces.cancel(name, tick)
     assert not graces._ticks
+
+
+async def test_one_that_cannot_go_keeps_no_other() -> None:
+    ended: list[str] = []
+    raised: list[object] = []
+
+    def end(name: str) -> None:
+        if name == "broken":
+            raise RuntimeError(name)
+        ended.append(name)
+
+    asyncio.get_running_loop().set_exception_handler(lambda _loop, context: raised.append(context["exception"]))
+    graces: Graces[str] = Graces(end, copy_context())
+    for name in ("a", "broken", "b", "c"):
+        graces.begin(name, 0.3)
+    await eventually(lambda: sorted(ended) == ["a", "b", "c"])
+    assert [str(each) for each in raised] == ["broken"]
