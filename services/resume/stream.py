@@ -20,7 +20,7 @@ from services.requests.prompts import logprob_message, prompt_logprobs_message
 
 _NO_LOGPROBS: deque[bytes] = deque()  # of all streams without them: never changed
 # Of a stream, beside its record, its responses and its ids: what its own objects take.
-_OBJECT_BYTES = 1536
+_OBJECT_BYTES = 1152
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,6 +26,7 @@ from services.config import KeepConfig
 from services.engines.base import EngineLoad
 from services.engines.journal.journal import Journal
 from services.engines.journal.slots import Slot
+from services.resume.graces import Graces
 from services.resume.reader import StreamReader
 from services.resume.stream import KeptRequest, KeptStream
 from services.resume.takeover import LeftStream, open_slot
@@ -45,7 +46,7 @@ class _Entry:
     stream: KeptStream
     owner: "asyncio.Task[None] | None" = None
     stopped_by: BatonError | None = None
-    grace: asyncio.TimerHandle | None = None
+    grace: int | None = None  # its tick
     deadline: asyncio.TimerHandle | None = None
 
     def stop(self, error: BatonError | None = None) -> None:
@@ -54,11 +55,11 @@ class _Entry:
             self.stopped_by = error
             self.owner.cancel()
 
-    def cancel_timers(self) -> None:
-        """Nothing happens to it by itself any more."""
-        for timer in (self.grace, self.deadline):
-            if timer is not None:
-                timer.cancel()
+    def cancel_deadline(self) -> None:
+        """It has ended, or goes."""
+        if self.deadline is not None:
+            self.deadline.cancel()
+            self.deadline = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,6 +86,7 @@ class KeptStreams:
         self._journal = journal
         # Of timers: that of a request has its fields for the log, and its span.
         self._context = copy_context()
+        self._graces: Graces[_Entry] = Graces(self._end_grace, self._context)
         self._entries: dict[str, _Entry] = {}
         self._parked: dict[_Entry, None] = {}  # those that generate, the longest parked first
         self._finished: dict[_Entry, int] = {}  # the bytes of those that have ended, in that order
@@ -252,9 +254,7 @@ class KeptStreams:
         self._parked.pop(entry, None)
         # They keep the variables of the request's context.
         entry.owner = None
-        if entry.deadline is not None:
-            entry.deadline.cancel()
-            entry.deadline = None
+        entry.cancel_deadline()
         if self._entries.get(entry.stream.kept.request_id) is not entry:
             return
         self._finished[entry] = size = entry.stream.size + len(entry.stream.kept.prompt)
@@ -269,9 +269,8 @@ class KeptStreams:
     def _park(self, entry: _Entry) -> None:
         if self._entries.get(entry.stream.kept.request_id) is not entry:
             return
-        seconds = entry.stream.kept.grace_seconds
-        loop = asyncio.get_running_loop()
-        entry.grace = loop.call_later(seconds, self._end_grace, entry, context=self._context)
+        self._cancel_grace(entry)
+        entry.grace = self._graces.begin(entry, entry.stream.kept.grace_seconds)
         if entry.stream.has_ended:
             return
         self._parked[entry] = None
@@ -285,8 +284,11 @@ class KeptStreams:
     def _unpark(self, entry: _Entry) -> None:
         self._parked.pop(entry, None)
         self._note_usage()
+        self._cancel_grace(entry)
+
+    def _cancel_grace(self, entry: _Entry) -> None:
         if entry.grace is not None:
-            entry.grace.cancel()
+            self._graces.cancel(entry, entry.grace)
             entry.grace = None
 
     def _end_grace(self, entry: _Entry) -> None:
@@ -296,7 +298,8 @@ class KeptStreams:
 
     def _drop(self, entry: _Entry) -> None:
         """Ends a stream, and forgets it."""
-        entry.cancel_timers()
+        self._cancel_grace(entry)
+        entry.cancel_deadline()
         entry.stop(entry.stopped_by)
         self._parked.pop(entry, None)
         if (size := self._finished.pop(entry, None)) is not None:

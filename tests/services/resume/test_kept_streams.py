@@ -301,7 +301,7 @@ async def test_of_too_many_parked_streams_the_oldest_ends(start: Starter) -> Non
 
 
 async def test_ended_streams_take_bounded_memory(start: Starter) -> None:
-    async with in_one_task(start("decode", keep=KeepConfig(max_finished_bytes=6000))) as decode:
+    async with in_one_task(start("decode", keep=KeepConfig(max_finished_bytes=4500))) as decode:
         for number in range(10):
             await _read(decode.calls.decodes.Decode(_kept(str(number), 10, grace=30)), Reading())
         assert len(decode.worker.kept) == 3

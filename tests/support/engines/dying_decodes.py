@@ -128,7 +128,7 @@ def _live(folder: str, client: KeeperClient, output: int, seed: int, death: Deat
         for number in range(_ROUNDS):
             running.run(random.Random(seed + number).sample(range(len(prompts())), len(prompts())))
             tell(
-                leaked=pool.total - len(pool._empty) - len(pool._idle),
+                leaked=pool.total - len(pool._empty) - len(pool._emptied) - len(pool._idle),
                 used=pool.used,
                 reserved=core.scheduler.reserved,
                 open=core.journal._num_slots - len(core.journal._free),
@@ -190,7 +190,7 @@ def _run_one(folder: str, kept: KeptDescriptors, death: Death, seed: int) -> tup
         os._exit(0)
     end.close()
     os.close(write)
-    lines = serve(pid, Conversation(own, kept, Answer()), read)
+    lines = serve(pid, Conversation(own, kept, Answer(), pid), read)
     return lines, os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) in (-signal.SIGKILL, -signal.SIGPROF)
 
 

@@ -123,7 +123,7 @@ def _live(
             ids = [[token for token, _ in answer] for answer in expected]
             emitted = {index: ids[index][: chosen.choice([0, chosen.randrange(MAX_TOKENS)])] for index in order}
             generate(core, emitted, lambda index, answer: tell(index=index, answer=answer))
-            empty, idle = len(pool._empty), len(pool._idle)
+            empty, idle = len(pool._empty) + len(pool._emptied), len(pool._idle)
             tell(leaked=pool.total - empty - idle, used=pool.used)
 
 
@@ -185,7 +185,7 @@ def _run_one(
         os._exit(0)
     end.close()
     os.close(write)
-    lines = serve(pid, Conversation(own, kept, Answer()), read)
+    lines = serve(pid, Conversation(own, kept, Answer(), pid), read)
     return lines, os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) in (-signal.SIGKILL, -signal.SIGPROF)
 
 

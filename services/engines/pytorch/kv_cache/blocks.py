@@ -4,6 +4,7 @@ The hash chain of a growing sequence.
 """
 
 import heapq
+from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -62,19 +63,22 @@ class LowerTiers(Protocol):
 class BlockPool:
     """Counts references to blocks. A block without references is free; its content stays cached until it is reused.
 
-    Blocks without content are allocated first, lowest ids first so that neighbours stay together; then cached ones, in
-    the order of retention.py. One tenant retains at most `retained_share` of all blocks.
+    Blocks without content are allocated first, lowest ids first so that neighbours stay together; then those whose
+    content goes down; then cached ones, in the order of retention.py. One tenant retains at most `retained_share` of
+    all blocks.
     """
 
     def __init__(
         self, num_blocks: int, listener: CacheListener | None = None, retained_share: float = RETAINED_SHARE
     ) -> None:
         self.total = num_blocks - 1
+        self._few = self.total // _AHEAD_SHARE
         self.lower: LowerTiers | None = None
         self.record_of_cache: KeptCache | None = None
         self._listener = listener
         self._references = [0] * num_blocks
         self._empty = list(range(1, num_blocks))
+        self._emptied: deque[int] = deque()  # whose content goes to the tiers below, in the order in which it leaves
         self._hash_of: dict[int, bytes] = {}
         self._block_of: dict[bytes, int] = {}
         self._idle = EvictionOrder(self._hash_of, self._block_of, int(self.total * retained_share))
@@ -83,7 +87,7 @@ class BlockPool:
     @property
     def available(self) -> int:
         """The blocks that `allocate` can return."""
-        return len(self._empty) + len(self._idle)
+        return len(self._empty) + len(self._emptied) + len(self._idle)
 
     @property
     def used(self) -> int:
@@ -95,26 +99,36 @@ class BlockPool:
         assert count <= self.available
         blocks = [heapq.heappop(self._empty) for _ in range(min(count, len(self._empty)))]
         if len(blocks) < count:
-            # Some more first, which are then empty for sequences that grow while all this goes down.
-            missing = count - len(blocks)
-            room = self._idle.unretained - missing if self.lower is not None else 0
-            ahead = max(0, min(self.total // _AHEAD_SHARE, room))
-            evicted = self._evict(ahead + missing)
-            self._add_empty(evicted[:ahead])
-            blocks += evicted[ahead:]
+            blocks += self._take_emptied(count - len(blocks))
+        if self.lower is not None and len(self._empty) + len(self._emptied) < self._few // 2:
+            self._emptied += self._evict(min(self._few, self._idle.unretained))
         for block in blocks:
             self._references[block] = 1
         return blocks
+
+    def _take_emptied(self, count: int) -> list[int]:
+        """Takes blocks whose content goes down. Sequences that grow, by few, get those that have left first: a large
+        allocation leaves these to them, and waits for the others.
+        """
+        few = self._few if self.lower is not None else 0
+        missing = count - len(self._emptied)
+        if missing > 0:
+            self._emptied += self._evict(missing + max(0, min(few, self._idle.unretained - missing)))
+        left = 0 if count <= few else min(few, len(self._emptied) - count)
+        self._emptied.rotate(-left)
+        taken = [self._emptied.popleft() for _ in range(count)]
+        self._emptied.rotate(left)
+        return taken
 
     def empty_ahead(self, count: int, cached: Sequence[int], most: int) -> bool:
         """Empties at most `most` unused blocks, but for `cached`, of those that an allocation of `count` would have to.
 
         False, without having done so, if that allocation would not have to empty more than `most`.
         """
-        if count - len(self._empty) <= most:
+        if count - len(self._empty) - len(self._emptied) <= most:
             return False
         self.share(cached)
-        self._add_empty(self._evict(most))
+        self._emptied += self._evict(most)
         self.release(cached)
         return True
 
@@ -211,7 +225,7 @@ class BlockPool:
         """Moves the unused blocks of a chain to the tiers below, the last first. Returns them; they are empty."""
         unused = self._pop_unused(hashes)
         self._demote([(block, self._detach(block)) for block in reversed(unused)])
-        self._add_empty(unused)
+        self._emptied.extend(reversed(unused))
         return unused
 
     def _pop_unused(self, hashes: Sequence[bytes]) -> list[int]:

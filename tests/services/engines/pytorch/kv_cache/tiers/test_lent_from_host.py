@@ -121,7 +121,7 @@ async def test_a_loan_that_ends_amid_its_load_leaves_no_block(
 
 async def test_what_leaves_host_memory_for_the_loan_itself_is_not_lent(llama: Checkpoint, random_ids: Ids) -> None:
     def fill(core: EngineCore) -> list[int]:
-        return core._pool.allocate(len(core._pool._empty))
+        return core._pool.allocate(len(core._pool._empty) + len(core._pool._emptied))
 
     async with llama.engine(**SETTINGS | {"tiers": {"host_bytes": BLOCK_BYTES}}) as engine:
         names = await in_host_memory(engine, random_ids(17, 1))

@@ -40,6 +40,7 @@ class Run:
         self.core = core
         self.ids: dict[str, list[int]] = {}
         self.evicted: list[int] = []
+        self.leaving: list[int] = []  # blocks, in the order in which their content leaves
         self.begun: list[int] = []
         assert core.tiers is not None
         self.tiers = core.tiers
@@ -47,7 +48,9 @@ class Run:
 
         def evicting(count: int) -> list[int]:
             self.evicted.append(count)
-            return evict(count)
+            blocks = evict(count)
+            self.leaving += blocks
+            return blocks
 
         def loading(*arguments: object) -> object:
             self.begun.append(len(arguments[0]))  # type: ignore[arg-type]
@@ -58,6 +61,7 @@ class Run:
         self.stream = self.submit("stream", stream, 150)
         self.until(lambda: len(self.ids["stream"]) >= 2)
         self.evicted.clear()
+        self.leaving.clear()
 
     def submit(self, name: str, prompt: tuple[int, ...], tokens: int = 4) -> TokenSequence:
         self.ids[name] = []
@@ -114,6 +118,27 @@ async def test_no_step_beside_a_stream_has_more_than_a_part(llama: Checkpoint, r
         assert max(beside.evicted) <= PART + 1
         assert tuple(beside.ids["loaded"]) == llama.generate(prompt, 4)
         assert tuple(beside.ids["stream"]) == llama.generate(stream, 150)[: len(beside.ids["stream"])]
+        beside.check_that_nothing_is_left()
+
+    async with llama.engine(**OPTIONS) as engine:
+        await in_host_memory(engine, [prompt])
+        await engine._loop.call(run)
+
+
+async def test_a_stream_that_grows_gets_the_block_that_has_left_first(llama: Checkpoint, random_ids: Ids) -> None:
+    prompt, stream = random_ids(300, 1), random_ids(20, 2)
+
+    def run(core: EngineCore) -> None:
+        beside = Run(core, stream)
+        loaded = beside.submit("loaded", prompt)
+        beside.until(lambda: bool(loaded.blocks))
+        taken, before = [beside.leaving.index(block) for block in loaded.blocks], len(beside.stream.blocks)
+        assert len(taken) == 19
+        beside.until(lambda: len(beside.stream.blocks) > before)
+        # A step that writes into any other block would wait until that of a part of the load is copied.
+        assert beside.leaving.index(beside.stream.blocks[-1]) < min(taken)
+        beside.until(lambda: len(beside.ids["loaded"]) == 4)
+        assert tuple(beside.ids["loaded"]) == llama.generate(prompt, 4)
         beside.check_that_nothing_is_left()
 
     async with llama.engine(**OPTIONS) as engine:

@@ -1,0 +1,54 @@
+"""The times at which kept streams go: many of them by one timer of the loop."""
+
+import asyncio
+import math
+from collections.abc import Callable
+from contextvars import Context
+from typing import Generic, TypeVar
+
+_TICK_SECONDS = 0.25
+
+Item = TypeVar("Item")
+
+
+class Graces(Generic[Item]):
+    """Calls `end` with each item once its time has come, and at most a tick later.
+
+    One timer for all items of a tick: a timer takes 0.5 KB, as much as a quarter of an answer that has ended.
+    """
+
+    def __init__(self, end: Callable[[Item], None], context: Context) -> None:
+        self._end = end
+        self._context = context
+        self._ticks: dict[int, tuple[asyncio.TimerHandle, set[Item]]] = {}
+
+    def begin(self, item: Item, seconds: float) -> int:
+        """Ends the item after so many seconds, unless `cancel` is called with the tick that is returned."""
+        loop = asyncio.get_running_loop()
+        tick = math.ceil((loop.time() + seconds) / _TICK_SECONDS)
+        if tick not in self._ticks:
+            timer = loop.call_at(tick * _TICK_SECONDS, self._pass, tick, context=self._context)
+            self._ticks[tick] = timer, set()
+        self._ticks[tick][1].add(item)
+        return tick
+
+    def cancel(self, item: Item, tick: int) -> None:
+        """Lets the item be, if its time has not come yet."""
+        if tick not in self._ticks:
+            return
+        timer, items = self._ticks[tick]
+        items.discard(item)
+        if not items:
+            timer.cancel()
+            del self._ticks[tick]
+
+    def _pass(self, tick: int) -> None:
+        self._end_all(self._ticks.pop(tick)[1])
+
+    def _end_all(self, items: set[Item]) -> None:
+        try:
+            while items:
+                self._end(items.pop())
+        finally:
+            if items:  # the others go, whatever one of them raises
+                self._end_all(items)
