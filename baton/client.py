@@ -131,6 +131,7 @@ class Client:
     move_streams = _unary(cluster_requests.move_streams)
     drain_worker = _unary(cluster_requests.drain_worker)
     change_role = _unary(cluster_requests.change_role)
+    upgrade_worker = _unary(cluster_requests.upgrade_worker)
     loras = _unary(cluster_requests.loras)
     load_lora = _unary(cluster_requests.load_lora)
     unload_lora = _unary(cluster_requests.unload_lora)

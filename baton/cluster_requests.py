@@ -45,6 +45,16 @@ def change_role(worker_id: str, role: str, *, timeout_seconds: float | None = No
     return UnaryCall("ClusterService/ChangeRole", message, lambda _: None, timeout_seconds)
 
 
+def upgrade_worker(worker_id: str, *, timeout_seconds: float | None = None) -> UnaryCall[None]:
+    """Replaces a worker's process by one of the code that is installed now, which goes on with its kept answers and KV.
+
+    Returns when it serves. Raises LayoutMismatch with the reason if it does not fit: then the worker goes on as it is.
+    Operators only, where access is restricted.
+    """
+    message = cluster_service_pb2.UpgradeWorkerRequest(worker_id=worker_id)
+    return UnaryCall("ClusterService/UpgradeWorker", message, lambda _: None, timeout_seconds)
+
+
 def tenants(*, timeout_seconds: float | None = CALL_SECONDS) -> UnaryCall[cluster_service_pb2.ListTenantsResponse]:
     """Returns the usage of each tenant, at all routers of the fleet. Operators only, where access is restricted."""
     message = cluster_service_pb2.ListTenantsRequest()

@@ -2,37 +2,26 @@
 
     PYTHONPATH=.:tests .venv/bin/python benchmarks/kept_memory.py [--model models/demo] [--kills 5]
     PYTHONPATH=.:tests .venv/bin/python benchmarks/kept_memory.py --token [--model models/demo]
-    PYTHONPATH=.:tests .venv/bin/python benchmarks/kept_memory.py --streams --kills 20 [--apart] [--routers]
 
 The first counts from the kill to the first token of a call that is repeated until it succeeds. Without a keeper the
 process is started again at once. Beside the seconds there is the processor's time of the process that started, which
-does not depend on what else the machine does. `--token` compares the processor's time of tokens, in turns. `--streams`
-kills workers under kept streams of all kinds, of which each is compared with an undisturbed one: one worker, or,
-`--apart`, one for prompts and one for decodes; with `--routers` a router dies with every third one.
+does not depend on what else the machine does. `--token` compares the processor's time of tokens, in turns. What becomes
+of streams is counted by killed_workers.py.
 """
 
 import argparse
 import asyncio
-import os
 import statistics
-import sys
 import time
 from collections.abc import Sequence
-from contextlib import ExitStack
-from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import psutil
 import torch
 from support.clients.worker_calls import calls_to, decode_request
-from support.cluster.fleet import fleet
 from support.cluster.processes import Process, process
-from support.faults.kept_requests import any_requests, paced_requests
-from support.faults.killed_workers import Killer, plan
-from support.faults.lost_routers import Report, Streams
 from support.keeping import keeper_here
-from support.servers.etcd import EtcdServer
 
 from baton.errors import BatonError
 from services.engines.context import KeptMemory
@@ -123,26 +112,6 @@ def _token_seconds(core: EngineCore, salt: int) -> float:
     return seconds
 
 
-async def _kill_under_streams(kills: int, *, apart: bool, routers: bool) -> None:
-    os.environ["PYTHONPATH"] = os.pathsep.join(sys.path)
-    with TemporaryDirectory() as name, ExitStack() as stack:
-        etcd = EtcdServer(Path(name) / "etcd")
-        stack.callback(etcd.stop)
-        etcd.start()
-        async with fleet(plan("kills", etcd.endpoint, apart=apart), Path(name)) as running:
-            addresses = [node.direct for node in running.nodes.values() if node.role == "router"]
-            streams = Streams(addresses, {**any_requests(120), **paced_requests()}, Report(), stall_seconds=30.0)
-            await streams.learn()
-            killer = Killer(running, streams)
-            await streams.run(6, partial(killer.kill, kills, routers=routers))
-            print(f"{killer.report}; {streams.report}")
-            print(*streams.report.failed, *streams.report.different, sep="\n")
-            async with asyncio.timeout(60):
-                while await running.blocks_used():  # noqa: ASYNC110
-                    await asyncio.sleep(0.1)
-    print("no block is in use afterwards")
-
-
 def _cost(model: str) -> None:
     torch.set_num_threads(1)
     with keeper_here() as keeper, keeper.memory(weights=True, kv=True) as kept, torch.inference_mode():
@@ -156,18 +125,14 @@ def _cost(model: str) -> None:
 
 
 def main() -> None:
-    """Measures one of the three."""
+    """Measures one of the two."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model", default="models/demo")
     parser.add_argument("--kills", type=int, default=5)
-    for option in ("--token", "--streams", "--apart", "--routers"):
-        parser.add_argument(option, action="store_true")
+    parser.add_argument("--token", action="store_true")
     options = parser.parse_args()
     if options.token:
         _cost(options.model)
-        return
-    if options.streams:
-        asyncio.run(_kill_under_streams(options.kills, apart=options.apart, routers=options.routers))
         return
     for execution in ("library", "fused"):
         for kept in (False, True):

@@ -51,7 +51,7 @@ class _Result:
         lines = [str(self.kills), f"{self.streams}; {len(self.streams.refused)} refused before they had begun"]
         lines += [f"failed: {each}" for each in self.streams.failed]
         lines += [f"different: {each}" for each in self.streams.different]
-        lines += [f"refused: {each}" for each in self.streams.refused]
+        lines += [f"refused: {each}" for each in self.streams.refused[:3]]
         return "\n".join([*lines, f"{self.leaked_blocks} leaked blocks"])
 
 

@@ -2,7 +2,6 @@
 
 import asyncio
 from collections.abc import Callable, Coroutine
-from types import TracebackType
 from typing import Any
 
 from baton.errors import Cancelled
@@ -67,9 +66,7 @@ class _Running:
         add_log_fields(request_id=ctx.request_id, call_id=ctx.cancellation.call_id)
         self._requests.metrics.begin()
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         ctx, stats = self._ctx, self._ctx.stats
         try:
             stats.record_end(error)

@@ -5,7 +5,6 @@ Also calls that may fail: something else, such as the end of a lease, does their
 
 import asyncio
 from collections.abc import Callable, Mapping
-from types import TracebackType
 from typing import Any, TypeVar
 
 import grpc
@@ -114,9 +113,7 @@ class TracedChannel(aio.Channel):
     async def __aenter__(self) -> Self:
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         await self.close()
 
     async def close(self, grace: float | None = None) -> None:

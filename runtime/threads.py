@@ -12,7 +12,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from itertools import count
-from types import TracebackType
 from typing import Any, Final, Generic, TypeVar
 
 Value = TypeVar("Value")
@@ -96,9 +95,7 @@ class _Call(Generic[Value]):
     def __enter__(self) -> None:
         """Required of a context manager."""
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> bool:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> bool:
         if error is not None:
             failed = error
             self._post(lambda: self._answer.set_exception(failed))

@@ -4,7 +4,7 @@ import asyncio
 import json
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AsyncExitStack, contextmanager
 from functools import partial
 from typing import Any
 
@@ -63,20 +63,30 @@ def _described(config: WorkerConfig) -> list[str]:
 async def _work(config: WorkerConfig, keeper: KeeperClient | None, stopping: asyncio.Event) -> None:
     tls = config.metrics_tls.server_context("metrics_tls") if config.metrics_tls else None
     serving = serve_monitor(config.metrics_listen, tls)
-    with watched_gpus(), serving as monitor, _abandoned_on(stopping) as ready:
+    async with AsyncExitStack() as stack:
+        stack.enter_context(watched_gpus())
+        ready = stack.enter_context(_abandoned_on(stopping))
         if config.engine.is_follower:
             ready.set()  # it notices `stopping` itself
-            await _follow(config, monitor, stopping)
+            await _follow(config, stack.enter_context(serving), stopping)
             return
         # Without `keep_memory` a keeper only starts the worker again.
         holder = keeper if config.keep_memory.is_on else None
         begin_start(keeper, config.keep_memory)
-        async with beating(keeper, stopping), host_worker(config, keeper=holder) as worker:
-            note_start(keeper, config.keep_memory.hang_seconds)
-            exempt_living_objects()
-            ready.set()
-            monitor.answer_with(worker.report)
-            await supervise(worker, stopping)
+        await stack.enter_async_context(beating(keeper, stopping))
+        opening = host_worker(config, keeper=holder)
+        if keeper is not None and keeper.start.is_successor:
+            # The port is its predecessor's until that ends.
+            worker = await stack.enter_async_context(opening)
+            monitor = stack.enter_context(serving)
+        else:
+            monitor = stack.enter_context(serving)
+            worker = await stack.enter_async_context(opening)
+        note_start(keeper, config.keep_memory.hang_seconds)
+        exempt_living_objects()
+        ready.set()
+        monitor.answer_with(worker.report)
+        await supervise(worker, stopping)
 
 
 async def _follow(config: WorkerConfig, monitor: MonitorServer, stopping: asyncio.Event) -> None:

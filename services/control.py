@@ -15,6 +15,7 @@ from services.engines.base import EngineLoad, ImageRules, MemoryTiers, ModelFact
 from services.engines.kv_events import KvChange, KvChanged, KvRemoved, KvSnapshot, KvStored, in_pieces
 from services.handoff.leases import LeaseTable
 from services.handoff.service import layout_message
+from services.keeping import Upgrader
 from services.moving.roles import RoleChanger
 from services.moving.running import Shedding
 from services.requests.calls import Calls, aborted
@@ -38,11 +39,12 @@ _QUEUES = {
 
 @dataclass(frozen=True, slots=True)
 class Moving:
-    """The parts by which a worker gives some of its decodes away, or a role, and the answers that it keeps."""
+    """The parts by which a worker gives decodes away, a role, or all to its next process; and the answers it keeps."""
 
     shedding: Shedding
     roles: RoleChanger
     kept: KeptStreams
+    upgrader: Upgrader
 
 
 class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
@@ -95,6 +97,12 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
                 yield worker_pb2.ChangeRoleResponse(
                     running=progress.running, handoffs_held=progress.handoffs_held, changed=progress.changed
                 )
+
+    async def Upgrade(self, request: worker_pb2.UpgradeRequest, context: Any) -> worker_pb2.UpgradeResponse:
+        await self._moving.upgrader.prepare()
+        # The process may end once the answer has been sent, and not before.
+        context.add_done_callback(self._moving.upgrader.end_process)
+        return worker_pb2.UpgradeResponse()
 
     def _load(self) -> cluster_service_pb2.WorkerLoad:
         load = self._engines.load()

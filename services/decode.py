@@ -111,7 +111,7 @@ class DecodeServicer(decode_pb2_grpc.DecodeServiceServicer):
         if request.peek:
             await reply.write(message)
             return
-        require_later(stream, request.attempt)
+        require_later(stream, request)
         with self._kept.reading(stream, len(message.attached.token_ids)) as reader:
             message.attached.attachment = stream.attachment
             await reply.write(message)

@@ -7,11 +7,12 @@ from contextlib import asynccontextmanager
 
 import structlog
 
-from baton.errors import ConfigError
+from baton.errors import ConfigError, LayoutMismatch, RequestExists, Unsupported
 from baton_http2.sockets.accepting import open_sockets
 from runtime.aio import wait_until_done
 from runtime.network import split_address
 from services.config import KeepMemoryConfig
+from services.engines.base import Engine
 from services.keeper.client import KeeperClient
 from services.keeper.messages import KeeperLost
 from services.telemetry import metrics
@@ -19,7 +20,42 @@ from services.telemetry import metrics
 log = structlog.get_logger(__name__)
 
 _BEAT_SECONDS = 0.5
+_SENT_SECONDS = 0.1
 _LISTEN = "listen"
+
+
+class Upgrader:
+    """Replaces this process by one of the code and configuration of now, which goes on with what is kept."""
+
+    def __init__(self, keeper: KeeperClient | None, engine: Engine | None) -> None:
+        self._keeper = keeper
+        self._engine = engine if engine is not None and engine.journal is not None else None
+        self._is_running = False
+
+    async def prepare(self) -> None:
+        """Returns once the next process is ready. Then `end_process` has to follow, or the keeper kills this one.
+
+        Raises Unsupported without kept KV, RequestExists while another call runs, and LayoutMismatch with the reason
+        if the next process cannot go on with what is kept.
+        """
+        if self._keeper is None or self._engine is None:
+            raise Unsupported("the worker keeps no KV (keep_memory.kv), and cannot be upgraded in place")
+        if self._is_running:
+            raise RequestExists("an upgrade of this worker is running")
+        self._is_running = True
+        try:
+            problem = await asyncio.to_thread(self._keeper.upgrade)
+        except KeeperLost as error:
+            raise Unsupported(f"the worker's keeper is lost, or older than upgrades in place: {error}") from error
+        finally:
+            self._is_running = False
+        if problem:
+            raise LayoutMismatch(problem)
+
+    def end_process(self, _call: object = None) -> None:
+        """Ends this process between two steps, once what has been written is sent."""
+        assert self._engine is not None
+        asyncio.get_running_loop().call_later(_SENT_SECONDS, self._engine.end_process)
 
 
 @asynccontextmanager

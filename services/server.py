@@ -27,7 +27,7 @@ from services.handoff.opening import PoolOpener
 from services.handoff.service import HandoffServicer
 from services.identity import Identity, WorkerRegistration, warn_if_unpaired
 from services.keeper.client import KeeperClient
-from services.keeping import kept_sockets
+from services.keeping import Upgrader, kept_sockets
 from services.moving.roles import RoleChanger
 from services.moving.running import Shedding
 from services.parts import WorkerParts, open_parts
@@ -60,6 +60,7 @@ _ACCESS_RULES: Rules = {
     "/baton.engine.v1.WorkerService/LoadLora": _BOTH,
     "/baton.engine.v1.WorkerService/Shed": _BOTH,
     "/baton.engine.v1.WorkerService/UnloadLora": _BOTH,
+    "/baton.engine.v1.WorkerService/Upgrade": _BOTH,
     "/baton.engine.v1.WorkerService/WatchLoad": _BOTH,
 }
 
@@ -90,7 +91,7 @@ async def host_worker(
         kept = await stack.enter_async_context(KeptStreams(config.keep, engines.load, engines.journal))
         worker = Worker(identity, engines, leases, drainer, Health(lambda: engines.responsive), kept)
         parts = await stack.enter_async_context(open_parts(config, worker, calls))
-        services = await stack.enter_async_context(_open_services(parts, registration))
+        services = await stack.enter_async_context(_open_services(parts, registration, keeper))
         await stack.enter_async_context(_serve(config, worker, services, keeper))
         await stack.enter_async_context(_opening_ahead(parts, registry))
         await stack.enter_async_context(_registered(worker, registration))
@@ -115,7 +116,9 @@ async def _identify(config: WorkerConfig, registry: Registry, engines: WorkerEng
 
 
 @asynccontextmanager
-async def _open_services(parts: WorkerParts, registration: WorkerRegistration) -> AsyncIterator[list[Service]]:
+async def _open_services(
+    parts: WorkerParts, registration: WorkerRegistration, keeper: KeeperClient | None
+) -> AsyncIterator[list[Service]]:
     """Yields all services. Every worker has all of them; the service of a missing role answers RoleMismatch."""
     worker = parts.worker
     async with AsyncExitStack() as stack:
@@ -132,6 +135,7 @@ async def _open_services(parts: WorkerParts, registration: WorkerRegistration) -
             Shedding(parts.decodes, parts.calls),
             RoleChanger(worker.identity, registration, partial(_record, worker), parts.calls, worker.leases),
             worker.kept,
+            Upgrader(keeper, worker.engine),
         )
         aborter = Aborter(parts.calls, worker.leases)
         control_servicer = WorkerServicer(worker.epoch, worker.engines, aborter, worker.drainer, moving)

@@ -7,7 +7,6 @@ id, and in `tracestate` the entry `baton=undecided`, with which the router decid
 
 import random
 from functools import cache
-from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 import grpc
@@ -46,9 +45,7 @@ class CallTrace:
     def __enter__(self) -> "Self":
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         self.end(error)
 
     def identify(self, request_id: str) -> None:

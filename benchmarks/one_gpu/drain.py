@@ -29,7 +29,7 @@ from benchmarks.two_gpus.report import quantile, say
 
 _DRAINED, _OTHER = "decode-0", "decode-1"
 # Into an answer, when the drain begins: all of them decode by then.
-_TOKENS_BEFORE = 20 if TINY else 100
+_TOKENS_BEFORE = 100
 
 
 @dataclass(slots=True)
@@ -40,6 +40,7 @@ class Answer:
     times: list[float]
     moves: int = 0
     migrations: int = 0
+    has_ended: bool = False
 
     def gaps_ms(self, after: float, before: float) -> list[float]:
         """The gaps that end after one time and begin before another."""
@@ -72,6 +73,7 @@ class Streams:
                 answer.times += [time.perf_counter()] * len(event.token.token_ids)
                 answer.ids += event.token.token_ids
                 if event.HasField("finished"):
+                    answer.has_ended = True
                     answer.moves, answer.migrations = event.finished.moves, event.finished.migrations
 
     async def begun(self, tokens: int) -> None:
@@ -84,8 +86,10 @@ async def gathered(client: AsyncClient, streams: Streams) -> None:
     """Moves all answers to the worker that will be drained. What a worker says that it runs may be of a moment ago."""
     await streams.begun(1)
     while await running(client, _DRAINED) < len(streams.answers):
+        if any(answer.has_ended for answer in streams.answers):
+            raise SystemExit("an answer has ended before all of them were on one worker: raise --answer")
         await client.move_streams(_OTHER)
-        await asyncio.sleep(0.2)
+        await asyncio.sleep(0.1)
 
 
 async def running(client: AsyncClient, name: str) -> int:
@@ -108,9 +112,7 @@ async def measure(options: argparse.Namespace, folder: Path, vocabulary: int) ->
             task = asyncio.create_task(streams.run(f"undisturbed {number}"))
             await gathered(client, streams)
             undisturbed = await task
-        alone = [
-            gap for answer in undisturbed or () for gap in answer.gaps_ms(answer.times[60 if not TINY else 10], 1e9)
-        ]
+        alone = [gap for answer in undisturbed or () for gap in answer.gaps_ms(answer.times[60], 1e9)]
         task = asyncio.create_task(streams.run("drained"))
         await gathered(client, streams)
         await streams.begun(_TOKENS_BEFORE)
@@ -165,7 +167,7 @@ async def main() -> None:
     parser.add_argument("--layers", type=int, default=32)
     parser.add_argument("--streams", type=int, default=4 if TINY else 16)
     parser.add_argument("--prompt", type=int, default=200 if TINY else 4000, help="tokens")
-    parser.add_argument("--answer", type=int, default=100 if TINY else 600, help="tokens")
+    parser.add_argument("--answer", type=int, default=1500 if TINY else 600, help="tokens")
     parser.add_argument("--small", action="store_true")
     parser.add_argument("--rounds", type=int, default=1)
     parser.add_argument("--pool-gib", type=float, default=0.0625 if TINY else 14.0)

@@ -67,6 +67,7 @@ class Server:
     engine: str = ""  # the name of the engine that it stands before
     cpu: dict[Load, list[float]] = field(default_factory=dict)
     first_token: dict[Load, list[float]] = field(default_factory=dict)
+    refused: set[bool] = field(default_factory=set)  # text, or ids: once it has refused one, it gets no more
 
     async def measure(self, load: Load, requests: int, seed: str) -> None:
         """One round."""
@@ -130,10 +131,13 @@ async def measure(options: argparse.Namespace, cores: Cores) -> str:
     async with servers(options, cores) as found:
         for number, load in product(range(options.rounds), loads):
             for server in found:
+                if load.is_text in server.refused:
+                    continue
                 try:
                     await server.measure(load, options.requests, f"{number}/{load}/{server.name}")
                 except OSError as error:
                     print(f"{server.name}, {load}: {error!r}", file=sys.stderr)
+                    server.refused.add(load.is_text)
         return page(found, loads, cores, options)
 
 

@@ -29,6 +29,8 @@ from benchmarks.peers.clients.steps import since_steps
 from benchmarks.peers.cores import Cores, cpu_of_tree
 from benchmarks.peers.routers import EACH, EIGHT, Router
 
+# After so long all streams of a load have begun, and so long before the end of one none has ended.
+_BEGUN_SECONDS, _BEFORE_END_SECONDS = 1.3, 0.2
 _HOW: Final = {PACED: "paced", HALF: "at half the pace", FLAT: "flat out"}
 
 
@@ -93,7 +95,8 @@ class LaterTokens:
 class Sample:
     """One round of one load: microseconds of CPU for each token or request, and latencies.
 
-    `router_cores` and `other_cores` say how busy the router and the other cores were, of 1.
+    `running_microseconds` is that of a token while all streams run, and none begins or ends. `router_cores` and
+    `other_cores` say how busy the router and the other cores were, of 1.
     """
 
     microseconds: float
@@ -103,6 +106,7 @@ class Sample:
     tokens_a_message: float
     first_token: Spread
     later: LaterTokens | None
+    running_microseconds: float | None = None
 
 
 @dataclass(slots=True)
@@ -122,7 +126,7 @@ class Measured:
         gc.disable()  # Its pauses would be in the latencies of whichever router is served just then.
         try:
             before, busy = self._cpu(), _busy_seconds(cores.others)
-            load, direct = await asyncio.gather(_load(client, plan), self._direct(plan))
+            load, direct, running = await asyncio.gather(_load(client, plan), self._direct(plan), self._running(plan))
             router, own = (now - was for now, was in zip(self._cpu(), before, strict=True))
             busy = _busy_seconds(cores.others) - busy
         finally:
@@ -136,6 +140,7 @@ class Measured:
             tokens_a_message=load.tokens / load.messages,
             first_token=_spread(load.first_token_seconds()),
             later=_later(load, direct, self.router.steps) if plan.is_paced else None,
+            running_microseconds=running,
         )
 
     async def _direct(self, plan: LoadPlan) -> Answer | None:
@@ -145,6 +150,16 @@ class Measured:
         if plan.is_steady:
             await asyncio.sleep(stream_seconds(plan.model))
         return await self.router.direct.answer(plan.model, TOKENS[plan.model])
+
+    async def _running(self, plan: LoadPlan) -> float | None:
+        """Microseconds for each token while all streams run; None of loads that have no such time."""
+        if not plan.is_paced or plan.is_steady:
+            return None
+        await asyncio.sleep(_BEGUN_SECONDS)
+        before, began = self._cpu()[0], time.perf_counter()
+        await asyncio.sleep(stream_seconds(plan.model) - _BEGUN_SECONDS - _BEFORE_END_SECONDS)
+        tokens = plan.number * (time.perf_counter() - began) / STEP_SECONDS[plan.model]
+        return (self._cpu()[0] - before) / tokens / 1e3
 
     def _cpu(self) -> tuple[int, int]:
         """Nanoseconds of the router and of this process."""

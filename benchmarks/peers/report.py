@@ -14,8 +14,8 @@ from benchmarks.peers.plot import bars
 
 _COMPARABLE = """\
 CPU is user and system time of the router's processes. A token's rows have the whole cost of its request in them,
-and 128 tokens carry one (64 at half the pace). Ratios are medians of the rounds' ratios to the first row, other
-figures medians of the rounds.
+and 128 tokens carry one (64 at half the pace); `running` is a token's while all streams run, and none begins or
+ends. Ratios are medians of the rounds' ratios to the first row, other figures medians of the rounds.
 
 - Baton tokenizes (one token a byte), prefills and decodes on different workers, detokenizes, checks admission,
   keeps metrics and traces a tenth of the requests. Its workers are `server: http2`.
@@ -92,7 +92,18 @@ def head(run: Run) -> str:
 
 def costs(run: Run) -> str:
     """The table of CPU."""
-    names = ("load", "router", "us of CPU", "least - most", "ratio", "core", "rest", "client, us", "tokens a message")
+    names = (
+        "load",
+        "router",
+        "us of CPU",
+        "least - most",
+        "ratio",
+        "running",
+        "core",
+        "rest",
+        "client, us",
+        "tokens a message",
+    )
     rows = []
     for plan, each, samples in _rows(run, run.routers):
         spent = [sample.microseconds for sample in samples]
@@ -102,12 +113,18 @@ def costs(run: Run) -> str:
                 *(str(plan), each.router.label, f"{statistics.median(spent):.1f}"),
                 f"{min(spent):.1f} - {max(spent):.1f}",
                 "" if found is None else f"{found:.2f}",
+                _running(samples),
                 *(f"{_median(samples, take):.2f}" for take in (_router_cores, _other_cores)),
                 f"{_median(samples, lambda sample: sample.client_microseconds):.1f}",
                 f"{_median(samples, lambda sample: sample.tokens_a_message):.2f}",
             )
         )
-    return _table(names, rows)
+    return _table((*names, "tokens a message"), rows)
+
+
+def _running(samples: Sequence[Sample]) -> str:
+    found = [sample.running_microseconds for sample in samples if sample.running_microseconds is not None]
+    return f"{statistics.median(found):.1f}" if found else ""
 
 
 def latencies(run: Run) -> str:
@@ -137,7 +154,7 @@ def held(run: Run) -> str:
         (each.router.name, name, f"{found:.2f}", f"{bar:g}", "yes" if found <= bar else "**no**")
         for each in run.routers
         if each.router.runs
-        for name, found, bar in (*_relative(run, each), *_absolute(run, each))
+        for name, found, bar in (*_relative(run, each), *_relative_running(run, each), *_absolute(run, each))
     ]
     return _table(("router", "what", "measured", "at most", "reached"), rows)
 
@@ -175,6 +192,18 @@ def _relative(run: Run, own: Measured) -> Iterator[tuple[str, float, float]]:
             found = ratio(own, others[name], plan) if name in others else None
             if bar is not None and found is not None:
                 yield f"CPU of {plan}, to {name}'s", found, bar
+
+
+def _relative_running(run: Run, own: Measured) -> Iterator[tuple[str, float, float]]:
+    plan = LoadPlan(PACED, 64)
+    other = next((each for each in run.routers if each.router.name == "vllm-router"), None)
+    ratios = [
+        a.running_microseconds / b.running_microseconds
+        for a, b in (_pairs(own, other, plan) if other else ())
+        if a.running_microseconds and b.running_microseconds
+    ]
+    if ratios:
+        yield "CPU of a token while 64 paced streams run, to vllm-router's", statistics.median(ratios), 1.0
 
 
 def _absolute(run: Run, own: Measured) -> Iterator[tuple[str, float, float]]:

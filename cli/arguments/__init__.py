@@ -71,6 +71,9 @@ COMMANDS = (
     Subcommand(
         "role", "Change a worker between prefill and decode while it serves", cluster.role, "workers.change_role"
     ),
+    Subcommand(
+        "upgrade", "Replace a worker's code; its answers go on in the new process", cluster.upgrade, "workers.upgrade"
+    ),
     Subcommand("tenants", "List what each tenant uses, waits for and has left", values.address, "offers.list_tenants"),
     Subcommand("health", "Check the health of a process, for probes", cluster.health, "health.run"),
     Subcommand("doctor", "Diagnose this installation, cluster or deployment", cluster.doctor, "doctor.run"),

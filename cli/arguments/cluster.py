@@ -121,6 +121,17 @@ def role(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--timeout", type=positive, default=60.0, metavar="SECONDS", help="default: 60")
 
 
+def upgrade(parser: argparse.ArgumentParser) -> None:
+    _worker(parser)
+    parser.add_argument("--timeout", type=positive, default=600.0, metavar="SECONDS", help="default: 600")
+    parser.add_argument(
+        "--or-drain",
+        action="store_true",
+        help="if the new process does not fit, move all that the worker runs to others, and end it",
+    )
+    parser.set_defaults(grace=None)
+
+
 def _worker(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("worker", metavar="WORKER", help="its id, as `baton workers` shows it")
     address(parser)

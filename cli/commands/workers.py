@@ -1,12 +1,14 @@
 """The workers: their health and load, their adapters (`baton lora`), and where their answers run.
 
-`baton move`, `baton drain` and `baton role` send what a worker runs elsewhere; no request ends by them.
+`baton move`, `baton drain` and `baton role` send what a worker runs elsewhere, and `baton upgrade` to its next process;
+no request ends by them.
 """
 
 import argparse
 import time
 
 from baton.enum_names import value_name
+from baton.errors import LayoutMismatch, Unsupported
 from baton.inference.v1 import cluster_service_pb2, generate_pb2, lora_pb2
 from cli.connection import connect
 from cli.terminal import output, table
@@ -130,6 +132,21 @@ async def change_role(arguments: argparse.Namespace) -> int:
     async with connect(arguments) as client:
         await client.change_role(arguments.worker, arguments.role, timeout_seconds=arguments.timeout)
     print(f"{arguments.worker} has the role {arguments.role} after {time.monotonic() - started:.1f} s")
+    return 0
+
+
+async def upgrade(arguments: argparse.Namespace) -> int:
+    """Waits until a worker's next process serves. If it does not fit, the worker is drained, if that was asked for."""
+    started = time.monotonic()
+    async with connect(arguments) as client:
+        try:
+            await client.upgrade_worker(arguments.worker, timeout_seconds=arguments.timeout)
+        except (LayoutMismatch, Unsupported) as error:
+            if not arguments.or_drain:
+                raise
+            print(f"{error.message}: draining {arguments.worker}")
+            return await drain(arguments)
+    print(f"{arguments.worker} is upgraded after {time.monotonic() - started:.1f} s")
     return 0
 
 

@@ -1,7 +1,5 @@
 """The model's shape: Stable Diffusion's layout in miniature, for diffusers' StableDiffusionPipeline."""
 
-from collections.abc import Sequence
-
 from diffusers import AutoencoderKL, DPMSolverMultistepScheduler, UNet2DConditionModel
 from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors
 from transformers import CLIPTextConfig, CLIPTextModel, PreTrainedTokenizerFast
@@ -18,9 +16,9 @@ _LATENT_CHANNELS = 4
 _TEXT_WIDTH = 128
 
 
-def new_tokenizer(known: Sequence[str] = WORDS) -> PreTrainedTokenizerFast:
+def new_tokenizer() -> PreTrainedTokenizerFast:
     """Returns a tokenizer of whole words, in lower case."""
-    words = Tokenizer(models.WordLevel({word: index for index, word in enumerate(known)}, unk_token=UNKNOWN))
+    words = Tokenizer(models.WordLevel({word: index for index, word in enumerate(WORDS)}, unk_token=UNKNOWN))
     words.normalizer = normalizers.Lowercase()
     words.pre_tokenizer = pre_tokenizers.Whitespace()
     words.post_processor = processors.TemplateProcessing(
@@ -36,10 +34,10 @@ def new_tokenizer(known: Sequence[str] = WORDS) -> PreTrainedTokenizerFast:
     )
 
 
-def new_text_encoder(words: int = len(WORDS)) -> CLIPTextModel:
+def new_text_encoder() -> CLIPTextModel:
     """Returns an encoder of three layers, with random weights."""
     config = CLIPTextConfig(
-        vocab_size=words,
+        vocab_size=len(WORDS),
         hidden_size=_TEXT_WIDTH,
         intermediate_size=2 * _TEXT_WIDTH,
         num_hidden_layers=3,

@@ -81,8 +81,7 @@ def in_workers(drawings: RandomDrawings, workers: int) -> Iterator[Drawings]:
 
 
 class Drawn:
-    """Drawings, or their latents, on the device that trains: all that workers have drawn so far, of which each step
-    takes some at random.
+    """Drawings on the device that trains: all that workers have drawn so far, of which each step takes some at random.
 
     Workers draw more slowly than a GPU learns.
     """
@@ -90,7 +89,7 @@ class Drawn:
     def __init__(self, batches: Iterator[Drawings], device: torch.device, capacity: int) -> None:
         self._batches = batches
         first = next(batches)
-        self._pixels = torch.empty((capacity, *first.pixels.shape[1:]), dtype=first.pixels.dtype, device=device)
+        self._pixels = torch.empty((capacity, *first.pixels.shape[1:]), dtype=torch.uint8, device=device)
         self._ids = torch.empty((capacity, first.ids.shape[1]), dtype=first.ids.dtype, device=device)
         self.count = 0
         self._add(first)

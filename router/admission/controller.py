@@ -5,7 +5,6 @@ import math
 from collections.abc import AsyncIterator, Iterable, Iterator
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager, contextmanager, nullcontext
 from functools import partial
-from types import TracebackType
 from typing import Protocol
 
 from baton.engine.v1 import peer_pb2
@@ -296,9 +295,7 @@ class _Admission:
         self._queue, self._ticket = await self._controller.enter(self._ctx, self._estimate)
         self._entered = self._controller.clock()
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         try:
             if error is None:
                 self._controller.learn(self._ctx, self._estimate)

@@ -22,6 +22,7 @@ from router.workers.handle import WorkerHandle
 from router.workers.prefetches import Prefetch
 from router.workers.replies import Suspects
 from router.workers.watching.waiting_calls import Waiting
+from runtime.aio import run_to_completion
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,10 +141,18 @@ class ExecutionState(Waiting):
         return self.routing_request.prompt_tokens + len(self.completion.token_ids) + 1
 
     async def release_handoff(self) -> None:
-        """Frees the KV that no decode worker has taken over, and what was allocated or read for it."""
+        """Frees the KV that no decode worker has taken over, and what was allocated or read for it; all of it also if
+        the request is cancelled meanwhile, by its client beside its deadline.
+        """
         held, self.held = self.held, None
         destination, self.destination = self.destination, None
         prefetch, self.prefetch = self.prefetch, None
+        if held or destination or prefetch:
+            await run_to_completion(self._release(held, destination, prefetch))
+
+    async def _release(
+        self, held: HeldHandoff | None, destination: Destination | None, prefetch: Prefetch | None
+    ) -> None:
         if prefetch:
             await prefetch.end()
         if held:

@@ -68,6 +68,11 @@ class ClusterServicer(cluster_service_pb2_grpc.ClusterServiceServicer):
     ) -> cluster_service_pb2.ChangeRoleResponse:
         return await self._workers.change_role(request, remaining_seconds(context))
 
+    async def UpgradeWorker(
+        self, request: cluster_service_pb2.UpgradeWorkerRequest, context: Context
+    ) -> cluster_service_pb2.UpgradeWorkerResponse:
+        return await self._workers.upgrade(request, remaining_seconds(context))
+
     async def ListLoras(self, request: lora_pb2.ListLorasRequest, context: Context) -> lora_pb2.ListLorasResponse:
         return lora_pb2.ListLorasResponse(workers=await self._loras.report(request.model, remaining_seconds(context)))
 

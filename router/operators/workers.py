@@ -5,13 +5,15 @@ from typing import Any
 
 from baton.calls import stream, unary
 from baton.engine.v1 import worker_pb2
-from baton.errors import InvalidRequest, RoleMismatch, Unsupported
+from baton.errors import InvalidRequest, RoleMismatch, Unavailable, Unsupported
 from baton.inference.v1 import cluster_service_pb2
-from discovery.record import MOVES_DECODES
+from discovery.record import MOVES_DECODES, TAKES_OVER
 from router.workers.cluster import Cluster
 from router.workers.handle import WorkerHandle
+from runtime.aio import timeout
 
 _ANSWER_SECONDS = 10.0  # for callers that set no deadline
+_TAKEOVER_SECONDS = 60.0
 _EXCHANGED = frozenset({"prefill", "decode"})
 
 
@@ -58,6 +60,31 @@ class WorkerOperations:
             asked = worker_pb2.ChangeRoleRequest(role=request.role)
             await _to_the_end(worker.control.ChangeRole(asked, timeout=seconds))
         return cluster_service_pb2.ChangeRoleResponse()
+
+    async def upgrade(
+        self, request: cluster_service_pb2.UpgradeWorkerRequest, seconds: float | None
+    ) -> cluster_service_pb2.UpgradeWorkerResponse:
+        """Replaces a worker's process. Returns when the next one is ready.
+
+        Raises Unsupported for a worker that does not keep its KV, LayoutMismatch with the reason if the next process
+        does not fit, and Unavailable if it is not ready in time.
+        """
+        worker = self._find(request.worker_id)
+        name = worker.record.worker_id
+        if TAKES_OVER not in worker.record.capabilities:
+            raise Unsupported(f"worker {name} does not keep its KV (keep_memory.kv), and cannot be upgraded in place")
+        lost = Unavailable(f"the next process of worker {name} is not ready yet", worker_id=name)
+        try:
+            with worker.keep_open():
+                await unary(worker.control.Upgrade(worker_pb2.UpgradeRequest(), timeout=seconds))
+        except Unavailable as error:
+            lost = error  # as it ends: its next process has the code of now, whatever it ended by
+        try:
+            async with timeout(seconds or _TAKEOVER_SECONDS):
+                await self._cluster.next_process(worker.record)
+        except TimeoutError:
+            raise lost from None
+        return cluster_service_pb2.UpgradeWorkerResponse()
 
     def _find(self, worker_id: str) -> WorkerHandle:
         for worker in self._cluster.workers:

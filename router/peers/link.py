@@ -64,8 +64,9 @@ class PeerLink:
         return self
 
     async def _poll(self, quorum: Quorum) -> None:
-        request, name = peer_pb2.PromiseRequest(router_id=self._own_id), self.record.worker_id
+        name = self.record.worker_id
         while True:
+            request = peer_pb2.PromiseRequest(router_id=self._own_id, cannot_lend=not quorum.may_lend)
             asked_at = monotonic()
             try:
                 promise = await unary(self._stub().Promise(request, timeout=self._timeout_seconds))

@@ -80,6 +80,11 @@ class Quorum:
         self._lends: dict[str, tuple[float, float]] = {}  # since when, and until when that is sure
 
     @property
+    def may_lend(self) -> bool:
+        """True if this router is registered, and all others of the first view with its record know it."""
+        return self._is_member and not self._unaware
+
+    @property
     def poll_seconds(self) -> float:
         """The time between two questions to a router."""
         return _POLL_SECONDS * max(1.0, len(self._members) / _POLLED)
@@ -121,14 +126,17 @@ class Quorum:
 
     # Promises.
 
-    def answer(self, router: str) -> peer_pb2.PromiseResponse:
-        """The promise to another router, which it shows to be alive by asking."""
+    def answer(self, router: str, *, cannot_lend: bool = False) -> peer_pb2.PromiseResponse:
+        """The promise to another router, which it shows to be alive by asking, unless it cannot lend: it would be
+        supported instead of one that can.
+        """
         now = self._clock()
         self._refresh(now)
         if router not in self._members:
             return peer_pb2.PromiseResponse()
-        self._promised[router] = max(self._promised.get(router, now), now + self.promise_seconds)
-        self._look_at = now
+        if not cannot_lend:
+            self._promised[router] = max(self._promised.get(router, now), now + self.promise_seconds)
+            self._look_at = now
         if self._unaware or not self._was_member:
             return peer_pb2.PromiseResponse(knows_caller=True)
         own = self._own
@@ -183,7 +191,7 @@ class Quorum:
         return lends[0]
 
     def _find(self, key: str, now: float) -> tuple[float, float] | None:
-        if self._unaware or not self._is_member:
+        if not self.may_lend:
             return None
         if len(self._members) == 2 and self._choose(key, frozenset(self._members)) == self._own_id:
             own = self._supports(self._own, key, now)

@@ -54,7 +54,7 @@ class PeerServicer(peer_pb2_grpc.PeerServiceServicer):
         return self.lend(request)
 
     async def Promise(self, request: peer_pb2.PromiseRequest, _context: Context) -> peer_pb2.PromiseResponse:
-        return self._peers.quorum.answer(request.router_id)
+        return self._peers.quorum.answer(request.router_id, cannot_lend=request.cannot_lend)
 
     async def ListOwnTenants(
         self, _request: peer_pb2.ListOwnTenantsRequest, _context: Context

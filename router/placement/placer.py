@@ -122,12 +122,7 @@ class Placer:
 
     async def await_next_process(self, lost: WorkerRecord) -> WorkerHandle:
         """Waits until a later process of a worker is ready."""
-        while True:
-            for worker in self._cluster.workers:
-                is_next = worker.record.worker_id == lost.worker_id and worker.record.epoch > lost.epoch
-                if is_next and worker.state == "ready":
-                    return worker
-            await self._cluster.change()
+        return await self._cluster.next_process(lost)
 
     def move_targets(
         self, request: RoutingRequest, context_tokens: int, source: WorkerHandle, tried: frozenset[str] = frozenset()

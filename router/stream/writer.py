@@ -2,7 +2,6 @@
 
 import asyncio
 from collections.abc import Callable
-from types import TracebackType
 from typing import Any
 
 from typing_extensions import Self
@@ -56,9 +55,7 @@ class StreamWriter:
     async def __aenter__(self) -> Self:
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         self._closed = True
         self._unsent.set_due()
         if self._task is not None or not self._unsent.is_empty:

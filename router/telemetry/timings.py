@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from types import TracebackType
 
 from baton.inference.v1 import timing_pb2
 from router.telemetry.stages import CallTiming, StageTiming, name_of, timings_message
@@ -184,9 +183,7 @@ class _MeasuredStage:
         self._span = stage_span(name_of(self._stage), started=self._started / 1e9)
         return self._span.__enter__()
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         ended = self._timings.record(self._stage, self._started)
         if self._span is not None:
             self._span.ended = ended / 1e9

@@ -4,7 +4,6 @@ import asyncio
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from types import TracebackType
 from typing import Any, TypeVar
 
 from opentelemetry.trace import SpanContext, SpanKind
@@ -338,9 +337,7 @@ class _Calling:
             self._rank = worker.ranks.begin(self._ctx.request.routing.session_key, chosen)
         return self._rank
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         ctx, worker = self._ctx, self._worker
         worker.remove_load(self._tokens)
         if self._rank is not None:

@@ -111,6 +111,15 @@ class Cluster:
             raise NoWorker(f"no worker is ready yet: {self._problems()}")
         raise ModelNotFound(f"no worker serves {name[:80]!r}; served are {_names(self.models) or 'none'}")
 
+    async def next_process(self, lost: WorkerRecord) -> WorkerHandle:
+        """Waits until a later process of a worker is ready."""
+        while True:
+            for worker in self.workers:
+                is_next = worker.record.worker_id == lost.worker_id and worker.record.epoch > lost.epoch
+                if is_next and worker.state == "ready":
+                    return worker
+            await self.change()
+
     def require_registry(self) -> None:
         """Raises RouterStarting until the registry has been read."""
         if not self._members.is_known:

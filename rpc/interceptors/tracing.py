@@ -1,7 +1,6 @@
 """A span for each call of a request, as a child of its caller's."""
 
 from collections.abc import Awaitable
-from types import TracebackType
 from typing import Any
 
 from grpc import StatusCode, aio
@@ -66,9 +65,7 @@ class _Served:
     def __enter__(self) -> None:
         self._entered.__enter__()
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         self._entered.__exit__(None, None, None)
         if error is not None and is_departure(leaf_errors(error)[0]) and self._was_left_at_its_deadline():
             error = DeadlineExceeded("the caller's deadline passed")

@@ -3,7 +3,6 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from types import TracebackType
 from typing import Final
 
 from opentelemetry.trace import SpanContext, SpanKind
@@ -186,9 +185,7 @@ class stage_span:  # noqa: N801  # reads as a function: `with stage_span("prefil
         _current.set(self._span)
         return self._span
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if self._span is self._before:
             return
         _current.set(self._before)

@@ -7,9 +7,10 @@ tests/services/engines/contract/ define what an engine must do.
 The Protocol of embedders, which turn texts into vectors.
 """
 
+import os
+import signal
 from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass, field
-from types import TracebackType
 from typing import TYPE_CHECKING, Protocol, TypeAlias
 
 import numpy
@@ -285,9 +286,7 @@ class Engine(PrefillEngine, DecodeEngine, Protocol):
     async def __aenter__(self) -> Self:
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         return
 
     @property
@@ -352,6 +351,10 @@ class Engine(PrefillEngine, DecodeEngine, Protocol):
     def journal(self) -> Journal | None:
         """The journal by which its decodes outlive its process; None if they do not."""
         return None
+
+    def end_process(self) -> None:
+        """Kills this process as soon as no step runs, for one that goes on with its journal."""
+        os.kill(os.getpid(), signal.SIGKILL)
 
     def pop_recovered(self) -> Sequence[RecoveredDecode]:
         """The decodes that the worker's last process has left, once. The caller owns their reservations."""

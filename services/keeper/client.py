@@ -5,12 +5,15 @@ import socket
 import threading
 from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import replace
 
 from runtime.clock import monotonic
 from services.keeper.memory import Found
 from services.keeper.messages import VARIABLE, Answer, Packet, Request, receive, send
 
 _ANSWER_SECONDS = 10.0
+# For a successor to be ready, and for its turn: the keeper ends the wait, by the time that a start may take.
+_SUCCESSION_SECONDS = 100_000.0
 
 
 class KeeperClient:
@@ -23,6 +26,8 @@ class KeeperClient:
         self._signs.setblocking(False)
         self._lock = threading.Lock()
         self.start = Answer(**self._ask(Request("hello")).content)
+        if self.start.is_successor:
+            self._end.settimeout(_SUCCESSION_SECONDS)
 
     @classmethod
     def of_this_process(cls) -> "KeeperClient | None":
@@ -43,10 +48,13 @@ class KeeperClient:
     def get(self, name: str, fingerprint: str) -> Found:
         """Returns what is kept under this name with this fingerprint. What has another one is freed.
 
-        The caller owns the descriptors.
+        The caller owns the descriptors. A successor waits here, for its turn.
         """
         packet = self._ask(Request("get", name, fingerprint))
-        return Found(tuple(packet.pop_descriptors()), Answer(**packet.content).stale)
+        answer = Answer(**packet.content)
+        if answer.ended_at:
+            self.start = replace(self.start, ended_at=answer.ended_at)
+        return Found(tuple(packet.pop_descriptors()), answer.stale)
 
     def put(self, name: str, fingerprint: str, descriptors: Sequence[int]) -> None:
         """Has the keeper hold duplicates of these descriptors, in the place of what it holds under this name."""
@@ -55,6 +63,17 @@ class KeeperClient:
     def drop(self, name: str) -> None:
         """Has the keeper free what it holds under this name."""
         self._ask(Request("drop", name))
+
+    def upgrade(self) -> str:
+        """Has the keeper start the worker's next process, by the code and configuration of now, beside this one.
+
+        Returns once it waits for this one to end, within seconds, between two steps: then ''; or why there is none.
+        """
+        with self._lock:
+            send(self._end, Request("upgrade"))
+            receive(self._end)  # in time, unless the keeper is older than its worker
+            self._end.settimeout(_SUCCESSION_SECONDS)
+            return Answer(**receive(self._end).content).problem
 
     def begin(self, seconds: float) -> None:
         """Has the keeper kill this process if it does not call `watch` in this time."""

@@ -2,11 +2,13 @@
 
 import socket
 from collections.abc import Sequence
+from contextlib import suppress
 
 from runtime.clock import monotonic
 from services.keeper.memory import KeptDescriptors
 from services.keeper.messages import Answer, KeeperLost, Packet, Request, receive, send
 from services.keeper.silence import Silence
+from services.keeper.successor import SuccessorsMemory
 
 # A worker that does not even say how long its start may take.
 _SILENT_SECONDS = 300.0
@@ -17,13 +19,16 @@ _LOOK_SECONDS = 1.0
 class Conversation:
     """Obeys a worker at the other end of `own`, the process `pid`."""
 
-    def __init__(self, own: socket.socket, kept: KeptDescriptors, hello: Answer, pid: int) -> None:
+    def __init__(self, own: socket.socket, kept: KeptDescriptors | SuccessorsMemory, hello: Answer, pid: int) -> None:
         self._socket, self._kept, self._hello = own, kept, hello
         self._patience: float | None = None  # between two beats, once it is ready
         self._ready_by = monotonic() + _SILENT_SECONDS
         self._silence = Silence(pid)
         self._began: float | None = None
-        self._beat_at = 0.0
+        self._beat_at = self._look_at = 0.0
+        self._look_every = _LOOK_SECONDS
+        self._waiting: Request | None = None
+        self.wants_upgrade = False
 
     @property
     def sources(self) -> Sequence[int]:
@@ -33,21 +38,19 @@ class Conversation:
 
     @property
     def look_seconds(self) -> float | None:
-        """The time after which `looks_hung` is asked unless the worker says something; None after the end."""
+        """The time until `looks_hung` is to be asked, unless the worker says something; None after the end."""
         if self._socket.fileno() < 0:
             return None
-        if self._patience is None:
-            return max(0.0, self._ready_by - monotonic())
-        return min(_LOOK_SECONDS, self._patience)
+        return max(0.0, (self._ready_by if self._patience is None else self._look_at) - monotonic())
 
-    def looks_hung(self, seconds: float) -> bool:
-        """True if the worker, which has said nothing for so many seconds more, counts as hung.
-
-        A keeper that was suspended together with it counts what it would have waited for, not what has passed.
-        """
-        if self._patience is None:
-            return monotonic() >= self._ready_by
-        self._silence.add(seconds)
+    def looks_hung(self) -> bool:
+        """True if the worker counts as hung."""
+        if self._socket.fileno() < 0 or self._patience is None:
+            return self._socket.fileno() >= 0 and monotonic() >= self._ready_by
+        if monotonic() >= self._look_at:
+            # Not what has passed: a keeper that was suspended, perhaps with the worker, has not seen it silent.
+            self._silence.add(self._look_every)
+            self._look_at = monotonic() + self._look_every
         return self._silence.seconds >= self._patience
 
     @property
@@ -78,24 +81,52 @@ class Conversation:
         """Ends the conversation; a worker that is alive takes it for the keeper's end."""
         self._socket.close()
 
+    def answer_upgrade(self, problem: str) -> None:
+        """Tells the worker that it is to end between two steps, for its successor is ready; or why it is not."""
+        self.wants_upgrade = False
+        with suppress(KeeperLost):
+            send(self._socket, Answer(problem=problem))
+
+    def _hear(self) -> None:
+        """It has given a sign of life."""
+        self._beat_at = monotonic()
+        self._look_at = self._beat_at + self._look_every
+        self._silence.end()
+
+    def go_on(self, ended_at: float) -> None:
+        """Answers the request of a successor that has waited until the worker ended."""
+        assert self._waiting is not None
+        with suppress(KeeperLost):
+            self._get(self._waiting, ended_at)
+
+    def _get(self, request: Request, ended_at: float = 0.0) -> None:
+        found = self._kept.get(request.name, request.fingerprint)
+        if found is None:
+            self._waiting = request
+            return
+        answer = Answer(is_kept=bool(found.descriptors), stale=found.stale, ended_at=ended_at)
+        send(self._socket, answer, found.descriptors)
+
     def _obey(self, request: Request, packet: Packet) -> None:
         match request.verb:
             case "beat":
-                self._beat_at = monotonic()
-                self._silence.end()
+                self._hear()
             case "start":
                 self._ready_by = monotonic() + request.seconds
             case "watch":
-                self._patience = request.seconds
-                self._began = self._beat_at = monotonic()
+                self._patience, self._look_every = request.seconds, min(_LOOK_SECONDS, request.seconds)
+                self._hear()
+                self._began = self._beat_at
             case "hello":
                 send(self._socket, self._hello)
             case "get":
-                found = self._kept.get(request.name, request.fingerprint)
-                send(self._socket, Answer(is_kept=bool(found.descriptors), stale=found.stale), found.descriptors)
+                self._get(request)
             case "put":
                 self._kept.put(request.name, request.fingerprint, packet.pop_descriptors())
                 send(self._socket, Answer(is_kept=True))
             case "drop":
                 self._kept.drop(request.name)
+                send(self._socket, Answer())
+            case "upgrade":
+                self.wants_upgrade = True
                 send(self._socket, Answer())

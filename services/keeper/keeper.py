@@ -5,15 +5,15 @@ import select
 import signal
 import socket
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import NoReturn
 
 from runtime.clock import monotonic
-from services.keeper.child import Child, Ending
-from services.keeper.conversation import Conversation
+from services.keeper.child import Ending
 from services.keeper.memory import KeptDescriptors
-from services.keeper.messages import Answer, pair
+from services.keeper.messages import Answer
+from services.keeper.process import Process, Successor
 
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 # A worker that has lived for so long since its first beat has started well.
@@ -22,6 +22,8 @@ _FIRST_WAIT, _LONGEST_WAIT = 0.5, 10.0
 # What is kept may be what kills the worker: it is freed after so many failures in a row, KV first.
 _SUSPECTS = {3: "kv", 6: "weights"}
 _MOST_FAILURES = 9
+# For a worker to end between two steps, once its next process is ready.
+_END_SECONDS = 5.0
 _WRONG_CONFIGURATION = 2
 _NOT_STARTED = Ending(126)
 
@@ -44,23 +46,34 @@ class Keeper:
         has failed too often in a row.
         """
         with _signals() as signals:
+            successor: Process | None = None
             while True:
-                life = self._start(signals)
+                life = self._start(signals, successor)
                 ending = life.live() if life else _NOT_STARTED
                 self._is_stopping |= life is not None and life.is_stopping
-                if self._is_final(ending):
+                successor = life.successor if life else None
+                if successor is not None:
+                    say("the worker has ended for its upgrade; its next process takes over")
+                elif self._is_final(ending):
                     return ending.exit_code
-                self._note_failure(ending, proven=life is not None and life.proven)
-                if self._failures > _MOST_FAILURES or self._is_told_to_stop(signals):
-                    return ending.exit_code
+                else:
+                    self._note_failure(ending, proven=life is not None and life.proven)
+                    if self._failures > _MOST_FAILURES or self._is_told_to_stop(signals):
+                        return ending.exit_code
 
-    def _start(self, signals: socket.socket) -> "_Life | None":
-        """Starts a worker; None if the system has no room for a process, or the program is not there."""
+    def _start(self, signals: socket.socket, successor: Process | None) -> "_Life | None":
+        """Starts a worker unless there is a successor; None if there is no room for it, or no program."""
         try:
-            return _Life(self._command, self._kept, self._hello(), signals)
+            process = successor or Process(self._command, self._kept, self._hello())
         except OSError as error:
             say(f"the worker cannot be started: {error}")
             return None
+        return _Life(process, signals, self._start_successor)
+
+    def _start_successor(self) -> Successor:
+        self._starts += 1
+        hello = Answer(starts=self._starts - 1, ended_by="upgrade", is_successor=True)
+        return Successor(self._command, self._kept, hello)
 
     def _is_final(self, ending: Ending) -> bool:
         return self._is_stopping or ending.code in (0, _WRONG_CONFIGURATION)
@@ -89,50 +102,103 @@ class Keeper:
 
 
 class _Life:
-    """One worker, from its start to its death."""
+    """One worker, from its start to its death; and, while it is upgraded, its successor beside it."""
 
-    def __init__(self, command: Sequence[str], kept: KeptDescriptors, hello: Answer, signals: socket.socket) -> None:
-        self._signals = signals
-        own, end = pair()
-        try:
-            with end:
-                self._child = Child(command, end)
-        except OSError:
-            own.close()
-            raise
-        self._worker = Conversation(own, kept, hello, self._child.pid)
-        self._hung = self.is_stopping = False
+    def __init__(self, process: Process, signals: socket.socket, start: Callable[[], Successor]) -> None:
+        self._process, self._signals, self._start = process, signals, start
+        self._next: Successor | None = None
+        self._end_by: float | None = None  # of a worker whose successor is ready
+        self._is_killed = self._hung = self.is_stopping = False
+        self.successor: Process | None = None
 
     @property
     def proven(self) -> bool:
         """True if it has beaten for long enough to have started well."""
-        return self._worker.beaten_seconds > _PROVEN_SECONDS
+        return self._process.worker.beaten_seconds > _PROVEN_SECONDS
 
     def live(self) -> Ending:
-        """Serves the worker until it is dead: until then no other one may start."""
+        """Serves the worker until it is dead: until then no other one may own what is kept."""
         while self._turn():
             pass
-        self._worker.close()
-        return self._child.wait(hung=self._hung)
+        if self._next is not None and self._end_by is None:
+            self._give_up("the worker has ended before its successor was ready")
+        ending = self._process.wait(hung=self._hung)
+        self.successor = self._next.take_over() if self._next is not None else None
+        return ending
 
     def _turn(self) -> bool:
         """Waits for the next thing to happen, and does it. False once the worker is dead."""
-        sources = [self._child.pidfd, self._signals.fileno(), *self._worker.sources]
-        seconds = None if self._hung else self._worker.look_seconds
-        ready = select.select(sources, [], [], seconds)[0]
-        if self._child.pidfd in ready:
+        following = self._next.process.sources if self._next else ()
+        ready = select.select([*self._process.sources, self._signals.fileno(), *following], [], [], self._seconds)[0]
+        if self._process.child.pidfd in ready:
             return False
         if self._signals.fileno() in ready:
-            self.is_stopping = True
-            for number in self._signals.recv(64):
-                self._child.send(number)
+            self._pass_on(self._signals.recv(64))
+        elif self._next is not None and not set(ready).isdisjoint(following):
+            self._decide(self._next.serve(ready))
         elif ready:
-            self._worker.serve()
-        elif seconds is not None and self._worker.looks_hung(seconds):
-            say(f"{self._worker.complaint}: killing it")
-            self._hung = True
-            self._child.send(signal.SIGKILL)
+            self._process.worker.serve()
+            if self._process.worker.wants_upgrade and self._next is None:
+                self._upgrade()
+        if not self._is_killed:
+            self._look()
         return True
+
+    def _pass_on(self, signals: bytes) -> None:
+        self.is_stopping = True
+        if self._next is not None:
+            self._give_up("the worker was told to stop")
+        for number in signals:
+            self._process.child.send(number)
+
+    @property
+    def _seconds(self) -> float | None:
+        """The time until something is to be looked at."""
+        if self._is_killed:
+            return None
+        if self._end_by is not None:
+            return max(0.0, self._end_by - monotonic())
+        workers = [self._process.worker, *([self._next.process.worker] if self._next else [])]
+        return min((each.look_seconds for each in workers if each.look_seconds is not None), default=None)
+
+    def _look(self) -> None:
+        worker = self._process.worker
+        if self._end_by is not None:
+            if monotonic() >= self._end_by:
+                self._kill("the worker has not ended for its upgrade")
+        elif worker.looks_hung():
+            self._hung = True
+            self._kill(worker.complaint)
+        elif self._next is not None and self._next.process.worker.looks_hung():
+            self._decide("the new process has not become ready in time")
+
+    def _kill(self, reason: str) -> None:
+        say(f"{reason}: killing it")
+        self._is_killed = True
+        self._process.child.send(signal.SIGKILL)
+
+    # Its upgrade.
+
+    def _upgrade(self) -> None:
+        try:
+            self._next = self._start()
+        except OSError as error:
+            self._process.worker.answer_upgrade(f"the new process cannot be started: {error}")
+
+    def _decide(self, problem: str) -> None:
+        """Has the worker end once its successor is ready; goes on with it if there is a problem."""
+        if problem:
+            self._give_up(problem)
+        elif self._next is not None and self._next.is_ready and self._end_by is None:
+            self._end_by = monotonic() + _END_SECONDS
+            self._process.worker.answer_upgrade("")
+
+    def _give_up(self, problem: str) -> None:
+        assert self._next is not None
+        say(f"no upgrade: {problem}")
+        self._next.discard()
+        self._next = self._end_by = None
+        self._process.worker.answer_upgrade(problem)
 
 
 @contextmanager

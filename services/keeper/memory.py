@@ -40,10 +40,21 @@ class KeptDescriptors:
         kept = self._kept.get(name)
         if kept is None:
             return Found()
-        if kept.fingerprint == fingerprint:
+        if self.fits(name, fingerprint):
             return Found(kept.descriptors)
         self.drop(name)
         return Found(stale=kept.fingerprint)
+
+    def move_to(self, other: "KeptDescriptors") -> None:
+        """Gives all away, in the place of what the other has under these names."""
+        for name, kept in self._kept.items():
+            other.put(name, kept.fingerprint, kept.descriptors)
+        self._kept.clear()
+
+    def fits(self, name: str, fingerprint: str) -> bool:
+        """True if something with this fingerprint is kept."""
+        kept = self._kept.get(name)
+        return kept is not None and kept.fingerprint == fingerprint
 
     def drop(self, name: str) -> bool:
         """Frees what is kept. False if there is nothing."""

@@ -1,6 +1,7 @@
 """The messages between a worker and its keeper: one packet each, of JSON, with file descriptors beside it.
 
-The worker asks, and the keeper answers: `hello`, `get`, `put` and `drop`. `start`, `watch` and `beat` have none.
+The worker asks, and the keeper answers: `hello`, `get`, `put` and `drop`, and `upgrade` twice: at once, and
+once that is decided. `start`, `watch` and `beat` have no answer.
 """
 
 import json
@@ -16,7 +17,7 @@ VARIABLE = "BATON_KEEPER_FD"
 _MOST_BYTES = 64 * 1024
 _MOST_DESCRIPTORS = 64
 
-Verb = Literal["hello", "get", "put", "drop", "start", "watch", "beat"]
+Verb = Literal["hello", "get", "put", "drop", "upgrade", "start", "watch", "beat"]
 
 
 class KeeperLost(Exception):
@@ -39,7 +40,8 @@ class Request:
 class Answer:
     """The answer to `get` says whether memory of the name `is_kept`; `stale` is the fingerprint of memory that had to
     be freed instead. That to `hello` says how often the worker was started before, and why and when, by the host's
-    monotonic clock, the last one ended.
+    monotonic clock, the last one ended; a successor, started beside the last one, is told later when that ended. The
+    `problem` of an upgrade is why there is none.
     """
 
     is_kept: bool = False
@@ -47,6 +49,8 @@ class Answer:
     starts: int = 0
     ended_by: str = ""
     ended_at: float = 0.0
+    is_successor: bool = False
+    problem: str = ""
 
 
 @dataclass(slots=True)
@@ -75,7 +79,9 @@ def pair() -> tuple[socket.socket, socket.socket]:
 def send(to: socket.socket, message: Request | Answer, descriptors: Sequence[int] = ()) -> None:
     """Sends one message. Raises KeeperLost, and BlockingIOError if it would have to wait and may not."""
     try:
-        socket.send_fds(to, [json.dumps(asdict(message)).encode()], list(descriptors))
+        # Without what says nothing: the other end may be older, and not know it.
+        content = {name: value for name, value in asdict(message).items() if value}
+        socket.send_fds(to, [json.dumps(content).encode()], list(descriptors))
     except BlockingIOError:
         raise
     except OSError as error:

@@ -363,11 +363,15 @@ def attached(stream: KeptStream, request: decode_pb2.AttachRequest) -> decode_pb
     return decode_pb2.DecodeResponse(attached=message)
 
 
-def require_later(stream: KeptStream, attempt: int) -> None:
-    """Raises StaleAttempt unless it is above that of the last Attach; 0 is the next one, whatever came before."""
-    if attempt and attempt <= stream.attempt:
+def require_later(stream: KeptStream, request: decode_pb2.AttachRequest) -> None:
+    """Raises StaleAttempt unless its attempt is above that of the last Attach; 0 is the next one, whatever came before.
+
+    Of a router that reads it `again`, it is that of the last Attach.
+    """
+    attempt, is_counted = request.attempt, request.again or request.attempt
+    if is_counted and attempt < stream.attempt + (0 if request.again else 1):
         raise StaleAttempt(f"attempt {attempt} comes after attempt {stream.attempt}")
-    stream.attempt = attempt or stream.attempt + 1
+    stream.attempt = attempt if is_counted else stream.attempt + 1
 
 
 def _add_logprobs(stream: KeptStream, start: int, message: decode_pb2.DecodeAttached) -> None:

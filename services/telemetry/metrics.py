@@ -18,7 +18,7 @@ WORKER = info("baton_worker", "The worker's id, roles, model and engine.")
 CALLS = counter("baton_worker_calls_total", "Calls of each stage that have ended.", ["stage", "outcome", "reason"])
 RESTARTS = counter(
     "baton_worker_restarts_total",
-    "Starts after another process of this worker had ended, by what ended it: a signal, hang or exit.",
+    "Starts after another process of this worker had ended, by what ended it: a signal, hang, exit or upgrade.",
     ["cause"],
 )
 RESTART_SECONDS = gauge("baton_worker_restart_seconds", "From the end of the process before to this one's readiness.")

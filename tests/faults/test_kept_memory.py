@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import shutil
 import signal
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import ExitStack, asynccontextmanager
@@ -14,8 +15,11 @@ from support.clients.generation import Answer, generate, greedy_text
 from support.clients.scraping import scrape
 from support.cluster.processes import Process, process
 from support.cluster.several_processes import until
+from support.engines.checkpoints import DEMO
 from support.servers.etcd import free_port
 
+from baton import AsyncClient
+from baton.errors import LayoutMismatch
 from baton.inference.v1 import generate_pb2
 from baton.inference.v1.inference_service_pb2_grpc import InferenceServiceStub
 from rpc.channels import open_channel
@@ -35,6 +39,7 @@ class Deployment:
     keeper: Process
     metrics: str
     router_metrics: str
+    model: Path
 
     @property
     def worker(self) -> psutil.Process:
@@ -51,9 +56,12 @@ class Deployment:
 
 @pytest.fixture
 def deployment(tmp_path: Path) -> Iterator[Deployment]:
+    # A copy, so that a test may change it.
+    model = shutil.copytree(DEMO, tmp_path / "model")
     shared = [f"registry={{kind: file, folder: {tmp_path / 'registry'}}}", "namespace=test", "drain_seconds=5"]
     metrics = f"127.0.0.1:{free_port()}"
     kept = ["keep_memory={weights: true, kv: true, hang_seconds: 3}", f"metrics_listen={metrics}", _ENGINE]
+    kept += [f"engine.model={model}"]
     router_metrics = f"127.0.0.1:{free_port()}"
     patience = ["retry.wait_seconds=120", "openai.listen=''", "announce_seconds=0", f"metrics_listen={router_metrics}"]
     with ExitStack() as stack:
@@ -61,7 +69,7 @@ def deployment(tmp_path: Path) -> Iterator[Deployment]:
         router = stack.enter_context(process("router", "router.yaml", [*shared, *patience], tmp_path / "router.log"))
         keeper.wait_until_serving()
         router.wait_until_serving()
-        yield Deployment(router, keeper, metrics, router_metrics)
+        yield Deployment(router, keeper, metrics, router_metrics, model)
         assert keeper.terminate(60) == 0
 
 
@@ -130,6 +138,46 @@ async def test_kept_streams_go_on_with_all_their_kv_in_the_next_process(
         assert found.sum("baton_worker_prompt_tokens_total") == 0  # none was computed again
         assert scrape(deployment.router_metrics).sum("baton_router_reattachments_total", result="attached") == 6
         await until(lambda: _used_blocks(deployment) == 0)
+
+
+@pytest.mark.timeout(300)
+async def test_an_upgrade_in_place_ends_no_stream_and_computes_nothing_twice(deployment: Deployment) -> None:
+    requests = _requests(keep_seconds=60)
+    async with _calls(deployment) as stub, AsyncClient(deployment.router.address) as client:
+        expected = await _answers(stub, requests)
+        await until(lambda: _used_blocks(deployment) == 0)
+        running = asyncio.create_task(_answers(stub, requests))
+        await until(lambda: _have_tokens(deployment))
+        first = deployment.worker
+        [worker] = await client.workers()
+        await client.upgrade_worker(worker.worker_id)
+        assert not first.is_running()
+        again = await running
+        assert [answer.ids for answer in again] == [answer.ids for answer in expected]
+        assert [answer.text for answer in again] == [answer.text for answer in expected]
+        found = scrape(deployment.metrics)
+        assert found.sum("baton_recovered_decodes_total", outcome="whole") == len(requests)
+        assert found.sum("baton_worker_prompt_tokens_total") == 0  # none was computed again
+        assert deployment.restarted("upgrade")
+        await until(lambda: _used_blocks(deployment) == 0)
+        await client.upgrade_worker(worker.worker_id)  # the next one can be upgraded, too
+        assert [answer.ids for answer in await _answers(stub)] == [answer.ids for answer in expected]
+
+
+@pytest.mark.timeout(300)
+async def test_code_for_another_model_does_not_take_over(deployment: Deployment) -> None:
+    requests = _requests(keep_seconds=60)
+    async with _calls(deployment) as stub, AsyncClient(deployment.router.address) as client:
+        expected = await _answers(stub, requests)
+        running = asyncio.create_task(_answers(stub, requests))
+        first = deployment.worker
+        (deployment.model / "model.safetensors").touch()
+        [worker] = await client.workers()
+        with pytest.raises(LayoutMismatch, match="the new process does not fit: it needs KV of another form"):
+            await client.upgrade_worker(worker.worker_id)
+        assert first == deployment.worker
+        again = await running
+        assert [answer.ids for answer in again] == [answer.ids for answer in expected]
 
 
 def _is_amid(deployment: Deployment) -> bool:

@@ -298,7 +298,7 @@ _OPERATORS = {
     *(f"/baton.engine.v1.WorkerService/{name}" for name in ("Abort", "Drain", "GetLoad", "GetModel", "WatchLoad")),
     *(
         f"/baton.engine.v1.WorkerService/{name}"
-        for name in ("ListLoras", "LoadLora", "UnloadLora", "Shed", "ChangeRole")
+        for name in ("ListLoras", "LoadLora", "UnloadLora", "Shed", "ChangeRole", "Upgrade")
     ),
 }
 

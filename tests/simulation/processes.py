@@ -13,6 +13,7 @@ from simulation.loop import Node
 from simulation.plan import HTTP_APIS, Plan
 
 _DRAIN_SECONDS = 2.0
+_SLOW_READER_SECONDS = 15.0  # less than is waited in quiet: what a half-open connection of HTTP/1.1 leaves ends so
 
 
 def router_of(plan: Plan, node: Node, registry: Any) -> Any:
@@ -28,7 +29,7 @@ def router_of(plan: Plan, node: Node, registry: Any) -> Any:
         router_id=node.name,
         listen=f"{node.ip}:7070",
         drain_seconds=_DRAIN_SECONDS,
-        limits={"max_waiting_tokens": fleet.waiting_tokens},
+        limits={"max_waiting_tokens": fleet.waiting_tokens, "slow_reader_seconds": _SLOW_READER_SECONDS},
         embeddings={"max_bytes": fleet.embeddings_bytes},
         routing=RoutingConfig(early_handoff_tokens=fleet.early_tokens, policy=fleet.policy),
         probe=ProbeConfig(interval_seconds=0.5, timeout_seconds=0.5, hung_seconds=1.5),

@@ -329,7 +329,7 @@ class World:
     # Readiness.
 
     def is_ready(self) -> bool:
-        """True if each router sees all workers ready."""
+        """True if each router sees all workers ready, and all routers."""
         return not self.unready()
 
     def unready(self) -> Sequence[str]:
@@ -340,6 +340,10 @@ class World:
         for name in fleet.router_names:
             if name in down:
                 continue
+            peers = self.hosts[name].path.peers
+            if peers is not None and peers.count < fleet.routers:
+                # Until then each of them lends what all have together, or nothing.
+                found.append(f"{name} does not know all routers")
             workers = {one.record.worker_id: one for one in self.hosts[name].cluster.workers}
             found += [f"{name} does not know {one}" for one in fleet.workers if one not in workers]
             found += [f"{name}: {one}: {worker.problem}" for one, worker in workers.items() if worker.problem]

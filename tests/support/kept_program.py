@@ -8,6 +8,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -44,6 +45,11 @@ def _obey(keeper: KeeperClient, verb: str, arguments: list[str]) -> str:
             return f"found {name} {found} stale {kept.stale!r}"
         case "drop", [name]:
             keeper.drop(name)
+        case "upgrade", []:
+            return f"upgrade: {keeper.upgrade() or 'ready'}"
+        case "hang_upgrade", []:
+            threading.Thread(target=keeper.upgrade, daemon=True).start()
+            time.sleep(_FOREVER)
         case "start", [seconds]:
             keeper.begin(float(seconds))
         case "watch", [seconds]:

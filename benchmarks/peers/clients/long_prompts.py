@@ -13,7 +13,7 @@ from rpc.channels import open_channel
 from runtime.aio import timeout
 
 Prompt: TypeAlias = str | list[int]
-_PATIENCE_SECONDS = 30.0
+_PATIENCE_SECONDS = 15.0
 
 
 class Sender(Protocol):

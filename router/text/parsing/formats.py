@@ -154,7 +154,7 @@ def _known(names: Collection[str]) -> Callable[[str], Sequence[_Call] | None]:
 
 
 def _head(begin: str) -> "re.Pattern[str]":
-    """How a call begins, with its marker; the next character begins the arguments."""
+    """The beginning of a call, with its marker; the next character begins the arguments."""
     return re.compile(begin + r"\s*(?=\{)", re.DOTALL)
 
 

@@ -3,7 +3,6 @@
 import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass
-from types import TracebackType
 from typing import Any
 
 from baton.errors import BatonError, InvalidReply, Unavailable
@@ -70,9 +69,7 @@ class InterruptibleCall:
         self._error = error
         self._task.cancel()
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         self._calls.pop(self, None)
         if self._error is None or uncancel(self._task) > self._cancelled_before:
             return

@@ -1,10 +1,11 @@
 """The embedded engine: asynchronous calls into the engine's thread, and their abort."""
 
 import asyncio
+import os
+import signal
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from functools import partial
-from types import TracebackType
 
 import torch
 from typing_extensions import Self
@@ -76,9 +77,7 @@ class PyTorchEngine(Engine):
         self._canary = await Canary(self._ask, lambda: self._loop.quiet_seconds, interval, patience).__aenter__()
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         await self._canary.__aexit__(kind, error, trace)
         if self._loras is not None:
             await self._loras.__aexit__(kind, error, trace)
@@ -124,6 +123,10 @@ class PyTorchEngine(Engine):
     def journal(self) -> Journal | None:
         """The journal by which its decodes outlive its process; None if they do not."""
         return self._core.journal
+
+    def end_process(self) -> None:
+        """Kills this process between two steps. See Engine."""
+        self._loop.post(lambda _: os.kill(os.getpid(), signal.SIGKILL))
 
     def pop_recovered(self) -> Sequence[RecoveredDecode]:
         """The decodes that the worker's last process has left, once. See Engine."""

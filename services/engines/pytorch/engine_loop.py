@@ -73,14 +73,14 @@ class EngineLoop:
 
     async def call(self, run: Callable[[EngineCore], T]) -> T:
         """Runs `run` between two steps, even if the caller is cancelled meanwhile."""
-        return await asyncio.shield(self._post(run))
+        return await asyncio.shield(self.post(run))
 
     async def run_shielded(self, run: Callable[[EngineCore], int]) -> int:
         """Like `call`, but not interrupted by a cancellation. Returns 0 if the engine has ended, and all blocks with
         it.
         """
         try:
-            result = self._post(run)
+            result = self.post(run)
         except EngineFailed:
             return 0
         cancelled = False
@@ -97,7 +97,8 @@ class EngineLoop:
         """Calls `outcome` in the event loop after this step. For the engine's thread only."""
         self._outcomes.append(outcome)
 
-    def _post(self, run: Callable[[EngineCore], T]) -> "asyncio.Future[T]":
+    def post(self, run: Callable[[EngineCore], T]) -> "asyncio.Future[T]":
+        """Has `run` run between two steps. Raises EngineFailed if the engine has ended."""
         command = Command(run, self._loop.create_future())
         with self._gate:
             if self._failure is not None:

@@ -2,7 +2,6 @@
 
 import asyncio
 import time
-from types import TracebackType
 from typing import Any, Generic, Protocol, TypeVar
 
 from typing_extensions import Self
@@ -55,9 +54,7 @@ class PyTorchPart(EnginePart, Generic[Config, Loop]):
         await self._canary.__aenter__()
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         await self._canary.__aexit__(kind, error, trace)
         await self._loop.__aexit__(kind, error, trace)
 

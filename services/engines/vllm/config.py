@@ -7,7 +7,7 @@ are refused: they may mean something else in another version, or be set by Baton
 from pathlib import Path
 from typing import Literal
 
-from pydantic import Field, model_validator
+from pydantic import ByteSize, Field, model_validator
 from typing_extensions import Self
 
 from runtime.config import Section
@@ -74,6 +74,12 @@ class HandoffSettings(Section):
     ucx_net_devices: str = Field(default="", description="UCX_NET_DEVICES, such as lo.")
 
 
+class TierSettings(Section):
+    """vLLM's OffloadingConnector: prompts' blocks are copied to host memory, and loaded when the pool lacks them."""
+
+    host_bytes: ByteSize = Field(gt=0, description="Host memory of all ranks of an engine together, pinned by vLLM.")
+
+
 class VllmConfig(EngineConfig):
     """Options of the vLLM engine: one AsyncLLM in the worker's process, whose core and workers are its children.
 
@@ -90,6 +96,7 @@ class VllmConfig(EngineConfig):
     )
     override_engine_args: str = Field(default="", description="A JSON object.")
     handoff: HandoffSettings = HandoffSettings()
+    tiers: TierSettings | None = Field(default=None, description="Memory below the pool; null: none.")
     whole_requests: bool = Field(
         default=False, description="A decode worker that accepts no handoffs, by choice: it runs prompts itself."
     )

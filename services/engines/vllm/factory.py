@@ -70,3 +70,5 @@ def _faults(config: VllmConfig, args: VllmArguments, roles: Sequence[str], lease
         yield "speculative_config: only with engine.whole_requests, since it has not been run with handoffs"
     if args.pipeline_parallel_size > 1 and not config.whole_requests:
         yield "pipeline_parallel_size: over 1 only with engine.whole_requests: vLLM's NixlConnector reads no stages"
+    if config.tiers is not None and not args.enable_prefix_caching:
+        yield "engine.tiers: needs enable_prefix_caching: blocks are found in host memory by their hashes"

@@ -104,8 +104,8 @@ def _arguments(
     if package.is_cpu and not given & {"kv_cache_memory_bytes", "gpu_memory_utilization"}:
         # By default it is a share of all memory, and vLLM does not start if less is free.
         arguments["kv_cache_memory_bytes"] = config.cpu_kv_cache_gib << 30
-    if can_hand_over(config, starting.roles):
-        arguments["kv_transfer_config"] = _kv_transfer(config, package, starting.roles)
+    if connectors := kv_connectors(config, starting.roles, is_cpu=package.is_cpu):
+        arguments["kv_transfer_config"] = package.kv_transfer_config(**together(connectors))
         arguments["worker_extension_cls"] = _EXTENSION
     if starting.events is not None:
         arguments["kv_events_config"] = package.kv_events_config(
@@ -139,21 +139,43 @@ def _whole_prompts(args: VllmArguments, package: VllmPackage, context_tokens: in
     }
 
 
-def _kv_transfer(config: VllmConfig, package: VllmPackage, roles: Sequence[str]) -> Any:
+def kv_connectors(config: VllmConfig, roles: Sequence[str], *, is_cpu: bool) -> list[dict[str, Any]]:
+    """The arguments of vLLM's KVTransferConfig, of each connector. vLLM asks them in order for what a prompt lacks."""
+    # If a load fails the request does, and Baton computes its prompt again.
+    common = {"kv_load_failure_policy": "fail"}
+    connectors: list[dict[str, Any]] = []
+    if can_hand_over(config, roles):
+        connectors.append(_nixl(config, roles, is_cpu=is_cpu) | common)
+    if config.tiers is not None:
+        # Without token ids, which only these events have, a stored block has no place in a chain.
+        extra = {"cpu_bytes_to_use": int(config.tiers.host_bytes), "self_describing_kv_events": config.kv_events}
+        offloading = {"kv_connector": "OffloadingConnector", "kv_role": "kv_both", "kv_connector_extra_config": extra}
+        connectors.append(offloading | common)
+    return connectors
+
+
+def _nixl(config: VllmConfig, roles: Sequence[str], *, is_cpu: bool) -> dict[str, Any]:
     role = "kv_both" if len(roles) > 1 else {"prefill": "kv_producer"}.get(roles[0], "kv_consumer")
-    device = config.handoff.buffer_device or ("cpu" if package.is_cpu else "cuda")
-    threads = 0 if config.handoff.threads is None and package.is_cpu else config.handoff.threads
-    return package.kv_transfer_config(
-        kv_connector="NixlConnector",
-        kv_role=role,
-        kv_buffer_device=device,
-        # The request then fails, and Baton computes its prompt again.
-        kv_load_failure_policy="fail",
-        kv_connector_extra_config={
-            "kv_lease_duration": config.handoff.seconds,
-            **({} if threads is None else {"num_threads": threads}),
-        },
-    )
+    threads = 0 if config.handoff.threads is None and is_cpu else config.handoff.threads
+    extra = {"kv_lease_duration": config.handoff.seconds, **({} if threads is None else {"num_threads": threads})}
+    return {
+        "kv_connector": "NixlConnector",
+        "kv_role": role,
+        "kv_buffer_device": config.handoff.buffer_device or ("cpu" if is_cpu else "cuda"),
+        "kv_connector_extra_config": extra,
+    }
+
+
+def together(connectors: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """One connector, or the one that runs several."""
+    if len(connectors) == 1:
+        return connectors[0]
+    return {
+        "kv_connector": "MultiConnector",
+        "kv_role": "kv_both",
+        "kv_load_failure_policy": "fail",
+        "kv_connector_extra_config": {"connectors": connectors},
+    }
 
 
 def _variables(config: VllmConfig, args: VllmArguments, package: VllmPackage) -> dict[str, str]:

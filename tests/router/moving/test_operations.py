@@ -128,6 +128,22 @@ async def test_the_only_worker_of_a_role_keeps_it(baton: Baton) -> None:
         assert outcome.code == 1
 
 
+async def test_a_worker_that_keeps_no_kv_is_not_upgraded_in_place_but_drained_if_asked(
+    undisturbed: Stream, baton: Baton
+) -> None:
+    async with shared(*decoders("d1", "d2", **ROOMY)) as cluster, AsyncExitStack() as stack:
+        answers = [await stack.enter_async_context(growing(cluster.bench, **ENDLESS)) for _ in range(4)]
+        outcome = await baton("upgrade", "d1", "--address", cluster.bench.address)
+        assert (outcome.code, outcome.err[:19]) == (2, "error: UNSUPPORTED:")
+        assert cluster.running("d1") + cluster.running("d2") == 4
+        outcome = await baton("upgrade", "d1", "--or-drain", "--address", cluster.bench.address)
+        assert outcome.code == 0
+        assert outcome.lines[0].startswith("worker d1 does not keep its KV (keep_memory.kv)")
+        assert outcome.lines[1].startswith("d1 is drained after ")
+        assert (cluster.running("d1"), cluster.running("d2")) == (0, 4)
+        await all_go_on(answers, undisturbed)
+
+
 async def test_two_workers_that_two_routers_change_at_once_do_not_both_lose_the_role() -> None:
     async with (
         shared(*decoders("d1", "d2"), simulated("p1", "prefill")) as cluster,

@@ -153,10 +153,10 @@ async def test_nothing_is_kept_where_nothing_may_be() -> None:
 
 
 async def test_a_leased_embedding_is_kept_for_many_leases() -> None:
-    async with bench(leasing("e1", "encode", lease_seconds=4.0), P1, D1) as running:
+    async with bench(leasing("e1", "encode", lease_seconds=2.0), P1, D1) as running:
         first = await running.generate(**about())
         for _ in range(3):
-            await asyncio.sleep(3.0)
+            await asyncio.sleep(1.5)
             assert embedding_blocks(running) == 1
         second = await running.generate(**about())
         assert second.started.encoding == CACHED

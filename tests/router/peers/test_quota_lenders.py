@@ -64,6 +64,30 @@ async def test_a_router_that_joins_and_becomes_the_lender_costs_less_than_a_fift
     assert demand.part(10.0, load) > LEAST[load]
 
 
+def test_a_router_that_cannot_lend_yet_takes_no_quota_from_its_lender() -> None:
+    """One of the others does not know it for long, so that it lends nothing."""
+    which = fleet()
+    name, home = _first_of_new_names(which), lender(which)
+    which.late = {next(other for other in which.routers if other != home)}
+    which.start(name)
+    for _ in range(100):
+        which.clock.advance(0.1)
+        assert lender(which) == home
+    which.late.clear()
+    which.see()
+    which.clock.advance(2.0)
+    assert lender(which) == name
+
+
+def test_a_lender_whose_record_is_lost_is_replaced_before_the_others_see_that() -> None:
+    which = fleet()
+    home = lender(which)
+    which.late = set(which.routers) - {home}
+    which.expire(home)
+    which.clock.advance(1.0)
+    assert lender(which) != home
+
+
 @LOADS
 @pytest.mark.parametrize("seconds", [1.0, 3.0, 10.0])
 async def test_a_lender_that_stood_still_has_nothing_to_lend_when_it_goes_on(seconds: float, load: float) -> None:

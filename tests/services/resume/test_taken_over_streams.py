@@ -111,10 +111,18 @@ async def test_a_kept_decode_is_attached_to_in_the_next_process(worker: Kept) ->
         # Its end, and its last reader, outlive the next process too.
         await worker.kill()
     async with calls_to(worker.process.address) as calls:
+        # A router that goes on reading after the loss counts as no attempt of the client.
+        for stale in ({"attempt": 3, "again": True}, {"attempt": 0, "again": True}):
+            with pytest.raises(StaleAttempt):
+                await _attach(calls, "plain", **stale)
+        for _ in range(2):
+            same, nothing, _ = await _attach(calls, "plain", attempt=4, again=True)
+            assert (list(same.token_ids), nothing) == (expected, [])
+    async with calls_to(worker.process.address) as calls:
         with pytest.raises(StaleAttempt):
             await _attach(calls, "plain", attempt=4)
         again, nothing, finished_again = await _attach(calls, "plain", attempt=5)
-        assert (list(again.token_ids), nothing, again.attachment) == (expected, [], 3)
+        assert (list(again.token_ids), nothing, again.attachment) == (expected, [], 5)
         assert finished_again.reason == finished.reason
 
 

@@ -17,6 +17,7 @@ _AFTER_SECONDS = 30.0
 # What a peer's kernel tells of, and how long a request may be nowhere then.
 _TOLD = {"kill", "drain", "reset", "reset_all"}
 _NOWHERE_SECONDS = 4.0
+_FEW = 2  # answers in a batch, beside which those of another worker wait longer than their router does
 _NEVER = {
     "UNKNOWN",
     "INTERNAL",
@@ -103,8 +104,9 @@ class StatusesAreRight(Invariant):
         """True if a fault went on that this answer could not be spared."""
         world = self.world
         names = None
-        if world.plan.profile == "one_fault" and world.plan.fleet.max_running == 0:
-            # Each worker has a twin: only what touches a router, or goes on in it, is felt.
+        fleet = world.plan.fleet
+        if world.plan.profile == "one_fault" and fleet.max_running == 0 and fleet.max_batch > _FEW:
+            # Each worker has a twin with room for its answers: only what touches a router, or goes on in it, is felt.
             names = set(world.plan.fleet.router_names)
             kinds = {fault.kind for fault in world.plan.faults}
             if kinds <= {"kill", "vanish", "pause", "drain", "reset", "half", "slow", "lost_lease"}:
@@ -186,7 +188,7 @@ class RequestsAreSomewhere(Invariant):
     def look(self) -> None:
         at_workers = self._at_workers()
         waits = any(queue.waiting for _, router in self.routers() for queue in router.path.admission._queues.values())
-        running = self.world.running
+        running = self.world.running if self._can_run() else {}
         self._since = {name: since for name, since in self._since.items() if name in running}
         for name, client in running.items():
             asked, ids = client.result.asked, self.world.steps.ids.get(name)
@@ -196,6 +198,11 @@ class RequestsAreSomewhere(Invariant):
                 self._since[name] = Time.now
                 if not self._is_hidden():
                     self.problem(f"{client.result.name}: runs at no worker for {_NOWHERE_SECONDS:g} s")
+
+    def _can_run(self) -> bool:
+        """True if a worker of each role is there: until then requests wait at their router."""
+        roles = {name.partition("-")[0] for name, _ in self.workers()}
+        return "mixed" in roles or roles >= {"prefill", "decode"}
 
     def _at_workers(self) -> set[str]:
         return {

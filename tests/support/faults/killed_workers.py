@@ -4,6 +4,7 @@ As a program it is a worker of this kind: `python -m support.faults.killed_worke
 """
 
 import asyncio
+import math
 import os
 import random
 import signal
@@ -17,6 +18,8 @@ from support.clients.scraping import Scrape, scrape
 from support.cluster.fleet import Fleet, FleetPlan, Node
 from support.faults.lost_routers import Streams
 
+from baton.calls import unary
+from baton.inference.v1 import cluster_service_pb2
 from services.keeper import keeper
 
 KEPT = "keep_memory={weights: true, kv: true, hang_seconds: 3}"
@@ -32,6 +35,7 @@ Shape = Literal["one", "apart", "images"]
 _READY_SECONDS = 120.0
 # Of so many kills, one is followed by another one while the next process starts, within so many seconds.
 _SECOND_DEATHS, _START_SECONDS = 6, 3.0
+_TWO_AT_ONCE, _UPGRADES = 4, 5  # one in so many times
 
 
 @dataclass(slots=True)
@@ -42,6 +46,7 @@ class Kills:
     routers: int = 0
     stopped: int = 0
     by_keeper: int = 0
+    upgrades: int = 0
     killed: dict[str, int] = field(default_factory=dict)
     recovered: dict[str, float] = field(default_factory=dict)
 
@@ -51,6 +56,7 @@ class Kills:
         self.routers += other.routers
         self.stopped += other.stopped
         self.by_keeper += other.by_keeper
+        self.upgrades += other.upgrades
         for mine, more in ((self.killed, other.killed), (self.recovered, other.recovered)):
             mine.update({name: mine.get(name, 0) + more.get(name, 0) for name in {*mine, *more}})
 
@@ -58,7 +64,7 @@ class Kills:
         found = ", ".join(f"{count:.0f} {outcome}" for outcome, count in sorted(self.recovered.items()))
         killed = ", ".join(f"{count} {name}" for name, count in sorted(self.killed.items()))
         with_routers = f" ({self.routers} together with a router)" if self.routers else ""
-        hangs = f"{self.stopped} stopped, {self.by_keeper} killed by their keepers"
+        hangs = f"{self.upgrades} upgrades, {self.stopped} stopped, {self.by_keeper} killed by their keepers"
         return f"{self.kills} kills of workers{with_routers}: {killed}; {hangs}; decodes found {found}"
 
 
@@ -74,9 +80,18 @@ def plan(namespace: str, etcd: str, shape: Shape) -> FleetPlan:
     worker = (f"engine={{{_ENGINE}, execution: {execution}}}", *_WORKER)
     if shape == "one":
         worker = (*worker, "roles=[prefill, decode]")
-    encode, prefill = int(shape == "images"), int(shape != "one")
+    # A new request for images is refused while no encoder is ready: there are two.
     return FleetPlan(
-        namespace, etcd, worker, ROUTER, encode, prefill, decode=1, routers=2, module=_MODULE, metrics=True
+        namespace,
+        etcd,
+        worker,
+        ROUTER,
+        encode=2 * int(shape == "images"),
+        prefill=int(shape != "one"),
+        decode=1,
+        routers=2,
+        module=_MODULE,
+        metrics=True,
     )
 
 
@@ -88,34 +103,46 @@ class Killer:
         self._chosen = random.Random(seed)
         self.report = Kills()
 
-    async def kill(self, times: int, *, routers: bool, seconds: float = float("inf")) -> None:
-        """Kills so many workers, for so long at most; every third time a router too, at the same moment."""
+    async def kill(self, times: int, *, routers: bool, seconds: float = math.inf) -> None:
+        """Kills so many workers, for so long at most; sometimes two at once, every third time a router too."""
         nodes = [node for node in self._running.nodes.values() if node.role == "router"]
-        ends_at = time.monotonic() + seconds
+        workers, ends_at = self._running.workers, time.monotonic() + seconds
         number = 0
         while self.report.kills < times and time.monotonic() < ends_at:
-            worker = self._running.workers[number % len(self._running.workers)]
-            await asyncio.sleep(self._chosen.uniform(0.1, 2.0))
+            await asyncio.sleep(self._chosen.uniform(0.1, 1.2))
+            several = len(workers) > 1 and self._chosen.randrange(_TWO_AT_ONCE) == 0
+            victims = [workers[(number + index) % len(workers)] for index in range(1 + several)]
             router = nodes[number % 2] if routers and number % 3 == 0 else None
-            await self._kill(worker, router)
+            if router is not None:
+                self.report.routers += 1
+                router.kill()
+                router.start()
+            if victims[0].role == "decode" and not several and not router and not self._chosen.randrange(_UPGRADES):
+                await self._upgrade(victims[0])
+            else:
+                await asyncio.gather(*(self._kill(victim) for victim in victims))
+            if router is not None:
+                await router.serving()
             number += 1
-        self.report.by_keeper = sum(node.log.read_text().count(": killing it") for node in self._running.workers)
+        self.report.by_keeper = sum(node.log.read_text().count(": killing it") for node in workers)
 
-    async def _kill(self, worker: Node, router: Node | None) -> None:
+    async def _kill(self, worker: Node) -> None:
         starts = _starts(worker)
         self._die(worker, _child(worker), self._chosen.choice(DEATHS))
-        if router is not None:
-            self.report.routers += 1
-            router.kill()
-            router.start()
         if self._chosen.randrange(_SECOND_DEATHS) == 0:
             await asyncio.sleep(self._chosen.uniform(0.0, _START_SECONDS))
             if (child := _child(worker)) is not None:
                 self._die(worker, child, signal.SIGKILL)
                 starts = max(starts, _starts(worker))
         await self._restarted(worker, starts)
-        if router is not None:
-            await router.serving()
+
+    async def _upgrade(self, worker: Node) -> None:
+        await self._running.ready(_READY_SECONDS)
+        starts = _starts(worker)
+        asked = cluster_service_pb2.UpgradeWorkerRequest(worker_id=worker.name)
+        await unary(self._running.operators.UpgradeWorker(asked, timeout=_READY_SECONDS))
+        self.report.upgrades += 1
+        await self._restarted(worker, starts)
 
     def _die(self, worker: Node, child: psutil.Process | None, death: signal.Signals) -> None:
         assert child is not None, f"{worker.name} does not run"

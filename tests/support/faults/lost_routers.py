@@ -18,6 +18,7 @@ from baton.inference.v1 import generate_pb2, sampling_pb2
 _LONGEST_SECONDS = 180.0
 _SLOW_SECONDS = 0.02
 _STALL_SECONDS = 1.0
+_REFUSED_SECONDS = 0.5
 # What a client of server-sent events may meet while its router is lost.
 _LOST = (httpx2.TransportError, httpx2.TimeoutException, OSError)
 
@@ -133,7 +134,10 @@ class Streams:
     async def _keep_on(self, number: int) -> None:
         chosen = random.Random(number)
         while not self._is_over:
+            refused = len(self.report.refused)
             await self._one(self._clients[number % len(self._clients)], chosen.choice(list(self._requests)))
+            if len(self.report.refused) > refused:
+                await asyncio.sleep(_REFUSED_SECONDS)
 
     async def _one(self, client: AsyncClient, name: str) -> None:
         request, report = self._requests[name], self.report
@@ -152,10 +156,9 @@ class Streams:
                     if name == "slow_reader":
                         await asyncio.sleep(_SLOW_SECONDS)
         except BatonError as error:
-            has_begun = bool(received.handle)
-            where = f"{name} of {received.handle or 'no handle'} after {received.tokens}"
-            found = f"{where}: {error.reason} {error.message}"
-            (report.failed if has_begun else report.refused).append(f"{found} ({time.strftime('%X')})")
+            at = f"after {received.tokens} at {time.strftime('%X')}"
+            said = f"{name} {received.handle} {at}: {error.reason} {error.message}"
+            (report.failed if received.handle else report.refused).append(said)
             return
         report.tokens += received.tokens
         if _compared(received) != self._expected[name]:

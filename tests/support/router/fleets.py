@@ -47,7 +47,8 @@ class DirectLink:
         return self._call(peer_pb2.LendRequest(router_id=self._own_id, places=[ask])).places[0]
 
     def promise(self) -> peer_pb2.PromiseResponse:
-        response = self._other().peers.quorum.answer(self._own_id)
+        own = self._fleet.routers[self._own_id].peers.quorum
+        response = self._other().peers.quorum.answer(self._own_id, cannot_lend=not own.may_lend)
         check_promise(response)
         return response
 

@@ -15,7 +15,6 @@ from importlib.metadata import version
 
 import structlog
 
-from baton.version import __version__
 from services.engines.journal.journal import FoundDecode
 from services.engines.journal.slots import SlotShape
 from services.engines.kv import KvLayout
@@ -29,7 +28,8 @@ from services.keeper.client import KeeperClient
 _log = structlog.get_logger(__name__)
 
 _NAME = "kv"
-_VERSION = 2
+# Another one for each change of what is kept: pool, seals, slots or their records. Versions of Baton go on with it.
+_VERSION = 3
 _NO_SEAL = bytes(SEAL_BYTES)
 _EPOCH_BYTES = 8
 
@@ -58,7 +58,7 @@ class KeptPool:
         """Returns what the keeper holds, if it fits, or new memory that it holds from now on."""
         sizes = [shape.layout.digest, shape.num_blocks, shape.num_slots, shape.slot.tokens, shape.slot.blocks]
         form = [_VERSION, *sizes, config.execution, checkpoint.changes(config.model)]
-        fingerprint = json.dumps([*form, version("torch"), version("transformers"), __version__])
+        fingerprint = json.dumps([*form, version("torch"), version("transformers")])
         found = keeper.get(_NAME, fingerprint)
         if found.descriptors:
             pool, seals, journal = found.descriptors

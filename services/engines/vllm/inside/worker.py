@@ -33,9 +33,12 @@ def _leases() -> dict[str, float] | None:
     state = importlib.import_module("vllm.distributed.kv_transfer.kv_transfer_state")
     if not state.has_kv_transfer_group():
         return None
-    worker = getattr(state.get_kv_transfer_group(), "connector_worker", None)
-    leases = getattr(worker, "_reqs_to_send", None)
-    return leases if isinstance(leases, dict) else None
+    group = state.get_kv_transfer_group()
+    for connector in (group, *getattr(group, "_connectors", ())):  # those of a MultiConnector
+        leases = getattr(getattr(connector, "connector_worker", None), "_reqs_to_send", None)
+        if isinstance(leases, dict):
+            return leases
+    return None
 
 
 def _rest_between_looks() -> None:

@@ -21,13 +21,14 @@ from typing_extensions import Self
 from engine_protocol.prefix_hash import block_hash, root_hash
 from runtime.aio import timeout
 from runtime.lasting import lasting
-from services.engines.kv_events import KvChange, KvPublisher
+from services.engines.kv_events import KvChange, KvPublisher, KvTier
 from services.engines.vllm.loading import EventEndpoints, free_ports
 from services.engines.vllm.monitoring import metrics
 from services.engines.vllm.requests.builder import HANDOFF_SALT
 
+# vLLM's media: those that the OffloadingConnector reports as CPU may be in the pool, too.
+_TIERS = {"GPU": KvTier.DEVICE, None: KvTier.DEVICE, "CPU": KvTier.HOST}
 # Blocks in other memory, and those of sliding windows, do not save a prompt's computation alone.
-_MEDIA = ("GPU", None)
 _KINDS = ("full_attention", None)
 
 
@@ -39,6 +40,7 @@ class CachedChains:
         self._block_tokens = block_tokens
         self._publisher = publisher
         self._ours: dict[int | bytes, bytes] = {}
+        self._blocks: dict[KvTier, set[int | bytes]] = {KvTier.DEVICE: set(), KvTier.HOST: set()}
 
     def __len__(self) -> int:
         return len(self._ours)
@@ -50,17 +52,18 @@ class CachedChains:
                 self.forget()
             case "BlockStored" if self._is_prompt_block(event):
                 self._stored(event)
-            case "BlockRemoved" if event.get("medium") in _MEDIA:
+            case "BlockRemoved" if event.get("medium") in _TIERS:
                 for theirs in event["block_hashes"]:
-                    self._removed(theirs)
+                    self._removed(theirs, _TIERS[event.get("medium")])
 
     def forget(self) -> None:
         """Removes all blocks: events were lost, or the cache was cleared."""
-        for theirs in list(self._ours):
-            self._removed(theirs)
+        for tier in (KvTier.HOST, KvTier.DEVICE):
+            for theirs in list(self._blocks[tier]):
+                self._removed(theirs, tier)
 
     def _is_prompt_block(self, event: Mapping[str, Any]) -> bool:
-        plain = event.get("medium") in _MEDIA and event.get("kv_cache_spec_kind") in _KINDS
+        plain = event.get("medium") in _TIERS and event.get("kv_cache_spec_kind") in _KINDS
         whole = event.get("block_size") == self._block_tokens
         return plain and whole and not event.get("group_idx")
 
@@ -79,11 +82,21 @@ class CachedChains:
                 return
             previous = block_hash(previous, tokens[index * size : (index + 1) * size])
             self._ours[theirs] = previous
-            self._publisher.stored(previous, self._rank)
+            self._blocks[_TIERS[event.get("medium")]].add(theirs)
+            self._tell(theirs)
 
-    def _removed(self, theirs: int | bytes) -> None:
-        if (ours := self._ours.pop(theirs, None)) is not None:
-            self._publisher.removed(ours, self._rank)
+    def _removed(self, theirs: int | bytes, tier: KvTier) -> None:
+        if theirs in self._blocks[tier]:
+            self._blocks[tier].discard(theirs)
+            self._tell(theirs)
+
+    def _tell(self, theirs: int | bytes) -> None:
+        """Publishes the fastest tier that has a block."""
+        tier = next((tier for tier, blocks in self._blocks.items() if theirs in blocks), None)
+        if tier is None:
+            self._publisher.removed(self._ours.pop(theirs), self._rank)
+        else:
+            self._publisher.stored(self._ours[theirs], self._rank, tier)
 
 
 def _without(lora: str, keys: Any) -> list[Any]:

@@ -1,16 +1,23 @@
-"""The configuration of the vLLM engine, and the arguments of three places; without vLLM."""
+"""The configuration of the vLLM engine, and the arguments of three places; without vLLM but for one test."""
 
+import importlib
 import json
+from dataclasses import fields
 from pathlib import Path
+from typing import Any
 
 import pytest
+from packaging.version import Version
 from pydantic import ValidationError
+from support.engines.checkpoints import save_qwen3
 
 from baton.errors import ConfigError
 from services.engines.registry import describe, read_engine_config
 from services.engines.vllm.config import VllmArguments, VllmConfig
 from services.engines.vllm.factory import check, check_adapters, check_gpus, resolve
-from services.engines.vllm.loading import free_ports
+from services.engines.vllm.facts import vllm_facts
+from services.engines.vllm.loading import free_ports, kv_connectors, together
+from services.engines.vllm.package import VllmPackage, open_vllm_package
 
 FAMILIES = Path(__file__).resolve().parents[4] / "deploy" / "engine_configs"
 
@@ -70,6 +77,11 @@ def test_an_unknown_key_of_a_file_is_refused_with_the_file(tmp_path: Path) -> No
         ),
         ({"lora": {"folder": "some/adapters", "max_rank": 1000}}, ("decode",), "max_rank"),
         ({"args": {"pipeline_parallel_size": 2}}, ("prefill",), "pipeline_parallel_size"),
+        (
+            {"tiers": {"host_bytes": "1GiB"}, "args": {"enable_prefix_caching": False}},
+            ("decode",),
+            "tiers: needs enable_prefix",
+        ),
     ],
 )
 def test_settings_that_contradict_each_other_are_refused(
@@ -83,6 +95,48 @@ def test_settings_that_contradict_each_other_are_refused(
 def test_a_read_may_not_last_longer_than_the_blocks() -> None:
     with pytest.raises(ValidationError, match="fetch_seconds"):
         _config(handoff={"seconds": 5, "fetch_seconds": 6})
+
+
+@pytest.mark.parametrize(
+    ("keys", "roles", "names"),
+    [
+        ({}, ("prefill",), ["NixlConnector"]),
+        ({"tiers": {"host_bytes": "2GiB"}}, ("prefill",), ["NixlConnector", "OffloadingConnector"]),
+        ({"tiers": {"host_bytes": "2GiB"}, "whole_requests": True}, ("decode",), ["OffloadingConnector"]),
+        ({"whole_requests": True}, ("decode",), []),
+    ],
+)
+def test_the_connectors_are_those_that_roles_and_tiers_need(
+    keys: dict[str, object], roles: tuple[str, ...], names: list[str]
+) -> None:
+    found = kv_connectors(_config(**keys), roles, is_cpu=False)
+    assert [each["kv_connector"] for each in found] == names
+    assert all(each["kv_load_failure_policy"] == "fail" for each in found)
+    if "tiers" in keys:
+        assert found[-1]["kv_connector_extra_config"] == {
+            "cpu_bytes_to_use": 2 << 30,
+            "self_describing_kv_events": True,
+        }
+
+
+@pytest.mark.requires_vllm
+def test_vllm_accepts_both_connectors_at_once() -> None:
+    """Its own classes read the configuration of each."""
+    package = open_vllm_package()
+    config = _config(tiers={"host_bytes": "2GiB"})
+    made = package.kv_transfer_config(**together(kv_connectors(config, ("prefill",), is_cpu=True)))
+    factory = importlib.import_module("vllm.distributed.kv_transfer.kv_connector.factory").KVConnectorFactory
+    assert made.kv_connector == "MultiConnector"
+    for each in made.kv_connector_extra_config["connectors"]:
+        child = package.kv_transfer_config(**each)
+        assert each["kv_connector"].removesuffix("Connector") in factory.get_connector_class(child).__name__
+    assert factory.get_connector_class(made).all_children_support_hma(made)
+
+
+@pytest.mark.parametrize("size", [0, "some"])
+def test_a_tier_of_no_size_is_refused(size: object) -> None:
+    with pytest.raises(ValidationError, match=r"tiers\.host_bytes"):
+        _config(tiers={"host_bytes": size})
 
 
 def test_the_configuration_is_read_by_its_kind_and_described() -> None:
@@ -112,6 +166,21 @@ def test_more_gpus_than_are_visible_are_refused_with_both_numbers(sizes: dict[st
     with pytest.raises(ConfigError, match="parallel size is 4, and 2 GPUs are visible"):
         check_gpus(args, 2)
     check_gpus(args, 4)
+
+
+def test_the_settings_that_operators_ask_for_are_in_the_facts(tmp_path: Path) -> None:
+    parts: dict[str, Any] = dict.fromkeys(field.name for field in fields(VllmPackage))
+    sets = dict.fromkeys(("engine_arguments", "sampling_arguments", "generate_arguments"), frozenset[str]())
+    package = VllmPackage(**{**parts, **sets, "version": Version("0.32.0"), "connector_version": 1})
+    given = {"gpu_memory_utilization": 0.5, "max_num_batched_tokens": 900, "max_num_seqs": 6, "trust_remote_code": True}
+    args = VllmArguments.model_validate(given)
+    facts = vllm_facts(_config(model=save_qwen3(tmp_path)), args, package, takes_handoffs=False)
+    assert dict(facts.settings) == {
+        "gpu_memory_utilization": "0.5",
+        "max_num_batched_tokens": "900",
+        "max_num_seqs": "6",
+        "trust_remote_code": "true",
+    }
 
 
 def test_adapters_in_float32_are_refused_on_gpus(tmp_path: Path) -> None:

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from engine_protocol.prefix_hash import block_hash, root_hash
-from services.engines.kv_events import KvPublisher, KvSnapshot
+from services.engines.kv_events import KvPublisher, KvSnapshot, KvStored
 from services.engines.vllm.monitoring.event_reader import CachedChains
 from services.engines.vllm.requests.builder import HANDOFF_SALT
 
@@ -19,6 +19,11 @@ class Cache:
     def __init__(self) -> None:
         self._publisher = KvPublisher()
         self.chains = CachedChains(0, SIZE, self._publisher)
+
+    async def on_host(self) -> set[bytes]:
+        async with aclosing(self._publisher.changes()) as changes:
+            found = [await anext(changes), await anext(changes)]
+        return {name for each in found if isinstance(each, KvStored) for name in each.block_hashes}
 
     async def held(self) -> set[bytes]:
         async with aclosing(self._publisher.changes()) as changes:
@@ -83,6 +88,28 @@ async def test_removed_blocks_are_gone() -> None:
     assert await cache.held() == set(_chain("", FIRST))
 
 
+async def test_blocks_that_leave_the_pool_stay_in_host_memory() -> None:
+    cache = Cache()
+    cache.chains.feed(_stored([71, 72], FIRST + SECOND))
+    cache.chains.feed(_stored([71, 72], FIRST + SECOND, medium="CPU"))
+    assert await cache.held() == set(_chain("", FIRST, SECOND))
+    cache.chains.feed({"type": "BlockRemoved", "block_hashes": [72], "medium": "GPU"})
+    assert await cache.held() == set(_chain("", FIRST))
+    assert await cache.on_host() == {_chain("", FIRST, SECOND)[1]}
+    cache.chains.feed({"type": "BlockRemoved", "block_hashes": [71, 72], "medium": "CPU"})
+    assert await cache.held() == set(_chain("", FIRST))
+    assert len(cache.chains) == 1
+
+
+async def test_a_block_of_host_memory_is_the_parent_of_one_in_the_pool() -> None:
+    cache = Cache()
+    cache.chains.feed(_stored([71], FIRST, medium="CPU"))
+    cache.chains.feed(_stored([72], SECOND, parent=71))
+    assert await cache.held() == {_chain("", FIRST, SECOND)[1]}
+    cache.chains.feed({"type": "AllBlocksCleared"})
+    assert len(cache.chains) == 0
+
+
 async def test_a_cleared_cache_is_empty() -> None:
     cache = Cache()
     cache.chains.feed(_stored([71], FIRST))
@@ -97,7 +124,7 @@ async def test_a_cleared_cache_is_empty() -> None:
         {"lora_name": "digest:one", "extra_keys": [("digest:one", "tenant", "more")]},
         {"extra_keys": [(["image", 3],)]},
         {"extra_keys": [(f"{HANDOFF_SALT}12",)]},
-        {"medium": "CPU"},
+        {"medium": "STORAGE"},
         {"kv_cache_spec_kind": "sliding_window"},
         {"group_idx": 1},
         {"block_size": 8},

@@ -110,15 +110,15 @@ _PRIORS = {KvTier.HOST: 5e9, KvTier.DISK: 1e9}
 # A load takes so long however little it loads: it is begun and ended between two steps.
 _LOAD_BASE_SECONDS = 0.005
 # How exact a measured load is, and by how much its cost may have changed since the one before.
-_NOISE, _DRIFT = 0.2, 0.1
+_NOISE, _DRIFT = 0.2, 0.3
 _LEAST_LOAD_SECONDS, _LEAST_BLOCK_SECONDS = 1e-3, 1e-9
-# A single measurement counts at most as so many times what is predicted.
-_MOST_RATIO = 32.0
+# A single measurement of a prompt, and of a load, counts at most as so many times what is predicted.
+_MOST_RATIO, _MOST_LOAD_RATIO = 32.0, 4.0
 # Of the loads that are not worth it a little of one in so many is made at most, to notice when they are again: a link
 # is measured by loads only, and a single one that was held up would otherwise end them for good.
 _TRIAL = 20
 # All trials may take this share of the time to compute what was not loaded.
-_TRIAL_SHARE = 0.01
+_TRIAL_SHARE = 0.02
 # A load that takes no longer than this is never late.
 _LEAST_PATIENCE_SECONDS = 0.05
 
@@ -166,12 +166,12 @@ class _LoadCost:
     def add(self, blocks: int, seconds: float) -> None:
         """Adds a measurement. One that was held up says little."""
         expected = self.seconds(blocks)
-        error = min(seconds, _MOST_RATIO * expected) - expected
+        error = min(seconds, _MOST_LOAD_RATIO * expected) - expected
         self._base_variance += (_DRIFT * self._base) ** 2
         self._block_variance += (_DRIFT * self._block) ** 2
         with_base = self._base_variance + blocks * self._covariance
         with_block = self._covariance + blocks * self._block_variance
-        variance = with_base + blocks * with_block + (_NOISE * max(expected, seconds)) ** 2
+        variance = with_base + blocks * with_block + (_NOISE * expected) ** 2
         self._base = max(0.0, self._base + with_base / variance * error)
         self._block = max(_LEAST_BLOCK_SECONDS, self._block + with_block / variance * error)
         self._base_variance -= with_base**2 / variance

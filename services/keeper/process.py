@@ -1,0 +1,67 @@
+"""A process of the worker, and the keeper's conversation with it."""
+
+import signal
+from collections.abc import Collection, Sequence
+
+from runtime.clock import monotonic
+from services.keeper.child import Child, Ending
+from services.keeper.conversation import Conversation
+from services.keeper.memory import KeptDescriptors
+from services.keeper.messages import Answer, pair
+from services.keeper.successor import SuccessorsMemory
+
+
+class Process:
+    """Starts `command`. Raises OSError if the system has no room for a process, or the program is not there."""
+
+    def __init__(self, command: Sequence[str], memory: KeptDescriptors | SuccessorsMemory, hello: Answer) -> None:
+        own, end = pair()
+        try:
+            with end:
+                self.child = Child(command, end)
+        except OSError:
+            own.close()
+            raise
+        self.worker = Conversation(own, memory, hello, self.child.pid)
+
+    @property
+    def sources(self) -> Collection[int]:
+        """The descriptors of which one is readable once it has ended, or has asked something."""
+        return [self.child.pidfd, *self.worker.sources]
+
+    def wait(self, *, hung: bool) -> Ending:
+        """Waits until it is dead, and returns how it ended. Call it once."""
+        self.worker.close()
+        return self.child.wait(hung=hung)
+
+
+class Successor:
+    """Starts `command` beside the worker that it is to follow: it loads, and waits until it may take over."""
+
+    def __init__(self, command: Sequence[str], kept: KeptDescriptors, hello: Answer) -> None:
+        self._memory = SuccessorsMemory(kept)
+        self.process = Process(command, self._memory, hello)
+
+    @property
+    def is_ready(self) -> bool:
+        """True if it waits for the worker to end."""
+        return self._memory.is_ready
+
+    def serve(self, ready: Collection[int]) -> str:
+        """Does what it asks. Returns why it cannot take over; empty if it may yet."""
+        if self.process.child.pidfd in ready:
+            return "the new process has ended; its log says why"
+        self.process.worker.serve()
+        return self._memory.problem
+
+    def take_over(self) -> Process:
+        """The worker is dead: its successor owns what is kept."""
+        self._memory.take_over()
+        self.process.worker.go_on(monotonic())
+        return self.process
+
+    def discard(self) -> None:
+        """Ends it."""
+        self.process.child.send(signal.SIGKILL)
+        self.process.wait(hung=False)
+        self._memory.close()
