@@ -8,6 +8,7 @@ import math
 from collections import OrderedDict
 from collections.abc import AsyncIterator, Iterable, Iterator
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
+from dataclasses import astuple
 from itertools import islice
 
 from baton.engine.v1 import peer_pb2
@@ -33,6 +34,7 @@ _RETRY_SECONDS = 0.1  # between two looks for it
 _REFUSED_SECONDS = 0.05  # for which a refusal, or that no router lends, is repeated without asking
 _WHY = {
     peer_pb2.QUOTA_KIND_REQUESTS: "the rate of requests is exceeded",
+    peer_pb2.QUOTA_KIND_TOKENS: "the rate of tokens is exceeded by a prompt of {}",
     peer_pb2.QUOTA_KIND_CONCURRENT: "as many requests are running as may",
 }
 _LONGEST_RETRY_SECONDS = 3600.0  # whatever a home says
@@ -285,14 +287,14 @@ class Quotas:
         until, refused, loan = tenant.refusal
         if self._clock() >= until:
             tenant.refusal = None
-        elif refused.requests <= need.requests and refused.tokens <= need.tokens:
+        elif all(was <= now for was, now in zip(astuple(refused), astuple(need), strict=True)):
             return loan
         return None
 
     def _raise_unless(self, loan: peer_pb2.QuotaLoan, tenant: TenantQuota, need: QuotaNeed) -> None:
         if loan.granted:
             return
-        why = _WHY.get(loan.exceeded, f"the rate of tokens is exceeded by a prompt of {need.tokens}")
+        why = _WHY.get(loan.exceeded, "the quota is exceeded").format(need.tokens)
         raise _exceeded(tenant.name, why, min(_LONGEST_RETRY_SECONDS, max(0.001, _seconds(loan))))
 
     def _note_demand(self, tenant: TenantQuota, need: QuotaNeed) -> None:

@@ -1,5 +1,6 @@
 """The call of a request for pictures or clips: a worker's stream, which another worker goes on with where it broke."""
 
+from collections import Counter
 from collections.abc import Awaitable, Callable
 from contextlib import aclosing
 
@@ -36,6 +37,7 @@ class DiffuseCall(RoleCall[None]):
         self._send = send
         self._left = dict(enumerate(request.seeds))
         self._is_clip = request.HasField("video")
+        self._frames: Counter[int] = Counter()  # of each clip, of this worker
         self._waiting: Waiting | None = None
 
     def place(self, tried: frozenset[str]) -> WorkerHandle:
@@ -51,6 +53,7 @@ class DiffuseCall(RoleCall[None]):
 
     async def run(self, worker: WorkerHandle, seconds: float, metadata: Metadata) -> None:
         indexes, request = list(self._left), diffuse_pb2.DiffuseRequest()
+        self._frames.clear()
         request.CopyFrom(self._request)
         del request.seeds[:]
         request.seeds.extend(self._left.values())
@@ -74,8 +77,10 @@ class DiffuseCall(RoleCall[None]):
             case "frame" if self._is_clip:
                 event = response.frame
                 _check_png(event.data)
+                self._count(event)
             case "video" if self._is_clip:
                 event = response.video
+                self._check_frames(event)
             case kind:
                 raise InvalidReply(f"a response has no event of this call, but {kind}")
         if event.index >= len(indexes) or indexes[event.index] not in self._left:
@@ -84,6 +89,18 @@ class DiffuseCall(RoleCall[None]):
         if isinstance(event, image_pb2.GeneratedImage | video_pb2.GeneratedVideo):
             event.seed = self._left.pop(event.index)
         return event
+
+    def _count(self, frame: video_pb2.VideoFrame) -> None:
+        """Raises InvalidReply for a frame that is not the next one, or that nobody has asked for."""
+        if frame.number != self._frames[frame.index] or frame.number >= self._request.video.frames:
+            raise InvalidReply(f"frame {frame.number} of clip {frame.index} is not the next one")
+        self._frames[frame.index] += 1
+
+    def _check_frames(self, clip: video_pb2.GeneratedVideo) -> None:
+        """Raises InvalidReply for a clip without all of its frames."""
+        came, asked = self._frames[clip.index], self._request.video.frames
+        if clip.frames != asked or (came != asked and not clip.data):
+            raise InvalidReply(f"clip {clip.index} has {came} of {asked} frames")
 
 
 def _check_png(content: bytes) -> None:

@@ -66,6 +66,8 @@ class DrawingPipeline:
         )
         asked.options.ClearField("seed")
         asked.options.ClearField("number")
+        if asked.HasField("video") and not asked.video.HasField("frames"):
+            asked.video.frames = target.rules.video.frames
         with ctx.stats.timings.measure(timing_pb2.STAGE_DIFFUSE):
             if request.output_uri:
                 send = partial(self._store, request.output_uri, ctx.call_id, send)

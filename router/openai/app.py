@@ -163,7 +163,9 @@ class OpenAIApp:
         async def refuse(_call: HttpCall, path: str) -> None:
             if methods:
                 allowed = ("GET", "HEAD", *set(methods) - {"GET"}) if "GET" in methods else tuple(methods)
-                raise HttpRefusal(405, f"{name} expects {' or '.join(methods)}", allowed)
+                raise HttpRefusal(
+                    405, f"{name} expects {' or '.join(methods)}", (b"allow", ", ".join(allowed).encode())
+                )
             raise HttpRefusal(404, f"unknown path {path!r}")
 
         return Target(name, {**behaviours, "*": self._surround(api, name, refuse)})

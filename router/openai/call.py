@@ -27,6 +27,8 @@ Send: TypeAlias = Callable[[Message], Awaitable[None]]
 _LARGE_BYTES = 1024 * 1024
 _TOO_SLOW = "the body came too slowly"
 _NO_MEMORY = "the memory for unread requests is used up; try again"
+_PLAIN = ("", "identity")
+_ACCEPTED = (b"accept-encoding", b"identity")
 _REQUEST_ID_HEADERS = (b"x-request-id", b"request-id")  # OpenAI's and Anthropic's
 JSON = (b"content-type", b"application/json")
 
@@ -87,8 +89,9 @@ class HttpCall:
     async def read_body(self, max_bytes: int, budget: InputBudget) -> "Body":
         """The whole body, which counts in `budget` until the caller releases it.
 
-        Raises HttpRefusal for one that is too large or too slow, and Overloaded if there is no memory for it.
+        Raises HttpRefusal for one that is compressed, too large or too slow, and Overloaded if there is no memory.
         """
+        self._refuse_encoded()
         announced = self._announced_bytes()
         if announced > max_bytes:
             raise HttpRefusal(413, f"the body has more than {max_bytes} bytes")
@@ -129,6 +132,12 @@ class HttpCall:
                 return
             if pace.is_slow(loop.time(), size, limits):
                 raise HttpRefusal(408, _TOO_SLOW)
+
+    def _refuse_encoded(self) -> None:
+        """Raises HttpRefusal for a body that is not sent as it is."""
+        for key, value in self._metadata:
+            if key == "content-encoding" and any(one.strip().lower() not in _PLAIN for one in value.split(",")):
+                raise HttpRefusal(415, f"the body is encoded as {value!r:.60}; only identity is accepted", _ACCEPTED)
 
     def _announced_bytes(self) -> int:
         """Its content-length; 0 for a body that comes in chunks."""

@@ -57,7 +57,13 @@ STATUSES: dict[type[BatonError], int] = {
 }
 
 _TYPES = {400: "invalid_request_error", 401: "authentication_error", 403: "permission_error", 404: "not_found_error"}
-_TYPES |= {405: "invalid_request_error", 409: "conflict_error", 413: "invalid_request_error", 429: "rate_limit_error"}
+_TYPES |= {
+    405: "invalid_request_error",
+    409: "conflict_error",
+    413: "invalid_request_error",
+    415: "invalid_request_error",
+}
+_TYPES |= {429: "rate_limit_error"}
 
 # Fields of GenerateRequest by their names in OpenAI's API; the first that fits.
 _RENAMED = (
@@ -104,14 +110,17 @@ _TAG = re.compile(r"\.tags(\[\d+\])?(\.json_schema)?")
 
 
 class HttpRefusal(Unsupported):
-    """A request that HTTP refuses before it becomes a request to a model: no such path, or a body that is too large."""
+    """A request that HTTP refuses before it becomes a request to a model: no such path, or a body that is too large.
+
+    `header` says what would be accepted, as `allow` does.
+    """
 
     reason = "INVALID_HTTP_REQUEST"
 
-    def __init__(self, status: int, message: str, allowed: Sequence[str] = ()) -> None:
+    def __init__(self, status: int, message: str, header: tuple[bytes, bytes] | None = None) -> None:
         super().__init__(message)
         self.status = status
-        self.allowed = allowed  # the methods of a path that has not this one
+        self.header = header
 
 
 class UnsupportedField(Unsupported):
@@ -174,13 +183,13 @@ def failure_of(error: BatonError, names: FieldNames = PLAIN_NAMES) -> ErrorRespo
 
 
 def headers_of(error: BatonError) -> tuple[tuple[bytes, bytes], ...]:
-    """When to try again, which methods a path has, and how to authenticate."""
+    """When to try again, what would be accepted, and how to authenticate."""
     headers: list[tuple[bytes, bytes]] = []
     if isinstance(error, (Overloaded, QuotaExceeded, QuotaUnavailable, RouterStarting)):
         headers.append((b"retry-after", str(max(1, round(error.retry_after_seconds))).encode()))
         headers.append((b"retry-after-ms", str(round(error.retry_after_seconds * 1e3)).encode()))
-    if isinstance(error, HttpRefusal) and error.allowed:
-        headers.append((b"allow", ", ".join(error.allowed).encode()))
+    if isinstance(error, HttpRefusal) and error.header is not None:
+        headers.append(error.header)
     if isinstance(error, Unauthenticated):
         headers.append((b"www-authenticate", b"Bearer"))
     return tuple(headers)

@@ -1,5 +1,7 @@
 """Wrong bodies by Anthropic's API: 400 in its form, and the field by its name in the body."""
 
+import gzip
+import json
 from resource import RUSAGE_SELF, getrusage
 from typing import Any
 
@@ -94,6 +96,13 @@ async def test_other_refusals_have_its_form(served: Bench) -> None:
     no_json = await post_message(served, b"{")
     found = [(one.status_code, one.json()["error"]["type"]) for one in (too_large, unknown, no_json)]
     assert found == [(413, "request_too_large"), (404, "not_found_error"), (400, "invalid_request_error")]
+
+
+async def test_a_compressed_body_is_refused_in_its_form(served: Bench) -> None:
+    answer = await post_message(served, gzip.compress(json.dumps(PLAIN).encode()), **{"content-encoding": "gzip"})
+    error = answer.json()["error"]
+    assert (answer.status_code, error["type"]) == (415, "invalid_request_error")
+    assert "'gzip'" in error["message"]
 
 
 def test_a_turn_with_many_thoughts_has_the_memory_of_its_text() -> None:

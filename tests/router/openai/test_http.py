@@ -67,6 +67,26 @@ async def test_a_body_that_is_no_request_is_refused(served: Bench, name: str, bo
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, "body")
 
 
+@pytest.mark.parametrize("encoding", ["gzip", "Deflate", "identity, br", "unknown"])
+async def test_an_encoded_body_is_refused(served: Bench, encoding: str) -> None:
+    body, headers = {"model": "demo", "prompt": "hi", "max_tokens": 1}, {"content-encoding": encoding}
+    async with httpx2.AsyncClient(trust_env=False) as http:
+        for path in ("completions", "chat/completions", "responses", "embeddings", "images/generations"):
+            answer = await http.post(f"{url_of(served)}/{path}", json=body, headers=headers)
+            assert (answer.status_code, answer.headers["accept-encoding"]) == (415, "identity")
+            error = answer.json()["error"]
+            assert (error["type"], error["code"]) == ("invalid_request_error", "invalid_http_request")
+            assert encoding in error["message"]
+
+
+@pytest.mark.parametrize("encoding", ["identity", "Identity, identity", ""])
+async def test_a_body_that_is_sent_as_it_is_may_say_so(served: Bench, encoding: str) -> None:
+    body, headers = {"model": "demo", "prompt": "hi", "max_tokens": 1}, {"content-encoding": encoding}
+    async with httpx2.AsyncClient(trust_env=False) as http:
+        answer = await http.post(f"{url_of(served)}/completions", json=body, headers=headers)
+    assert answer.status_code == 200, answer.text
+
+
 def test_what_is_within_strings_is_no_value() -> None:
     text = ',:[{"\\' * MAX_VALUES
     assert parse(json.dumps({"prompt": text}).encode())["prompt"] == text

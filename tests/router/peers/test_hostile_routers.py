@@ -196,6 +196,7 @@ async def test_the_time_that_a_home_says_to_come_back_after_is_bounded(seconds: 
             found = from_rpc_error(caught.value)
             assert isinstance(found, QuotaExceeded)
             assert 0 < found.retry_after_seconds <= 3600
+            assert found.message == f"tenant {tenant}: the quota is exceeded"
 
 
 TENANTS: dict[str, dict[str, Any]] = {

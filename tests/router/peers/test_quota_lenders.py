@@ -303,6 +303,18 @@ async def test_a_request_waits_for_the_bucket_of_a_new_lender_and_is_refused_by_
             await _charge(which, name, 150)
 
 
+async def test_the_refusal_of_an_answer_that_would_go_on_is_not_that_of_a_running_requests_prompt() -> None:
+    which = fleet(3, concurrent=1, tokens_per_second=100, burst_seconds=10)
+    home = lender(which)
+    here = next(name for name in which.routers if name != home)
+    which.clock.advance(20.0)
+    async with which.routers[here].quotas.track("acme", RequestStats("running")):
+        with pytest.raises(QuotaExceeded, match="as many requests are running as may"):
+            async with which.routers[here].quotas.track("acme", RequestStats("goes on"), 0):
+                pass
+        await _charge(which, here, 5)
+
+
 async def _charge(which: Fleet, name: str, tokens: int) -> None:
     async with which.routers[name].quotas.charge("acme", tokens):
         pass

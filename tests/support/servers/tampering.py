@@ -14,6 +14,7 @@ from support.cluster.in_process import Bench
 
 from baton.engine.v1 import (
     decode_pb2,
+    diffuse_pb2,
     embed_pb2,
     encode_pb2,
     handoff_pb2,
@@ -30,7 +31,7 @@ from rpc.server import Service, serve
 from services.config import WorkerConfig
 from services.server import Worker, host_worker
 
-_FILES = (decode_pb2, embed_pb2, encode_pb2, handoff_pb2, prefill_pb2, worker_pb2)
+_FILES = (decode_pb2, diffuse_pb2, embed_pb2, encode_pb2, handoff_pb2, prefill_pb2, worker_pb2)
 _SERVICES = [service for file in _FILES for service in file.DESCRIPTOR.services_by_name.values()]
 _MULTIPLEX = "/baton.engine.v1.MultiplexService/Multiplex"
 

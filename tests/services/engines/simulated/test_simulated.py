@@ -6,6 +6,7 @@ import math
 import time
 from collections.abc import Coroutine
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -205,3 +206,26 @@ async def test_an_engine_that_fails_fails_every_request_from_then_on() -> None:
             with pytest.raises(EngineFailed):
                 await ids(engine, PROMPT, sampled(9))
         assert not engine.healthy
+
+
+@pytest.mark.parametrize("ends", ["a lease", "a decode"])
+async def test_the_blocks_of_a_very_long_prompt_become_free_in_pieces(ends: str) -> None:
+    block_tokens, num_blocks = 16, 10_000
+    config = SimulatedConfig(
+        block_tokens=block_tokens,
+        num_blocks=num_blocks,
+        max_context_tokens=num_blocks * block_tokens,
+        prefill_chunk_tokens=num_blocks * block_tokens,
+    )
+    prompt = Prompt((7,) * (num_blocks // 2 * block_tokens))
+    async with SimulatedEngine(config) as engine:
+        if ends == "a lease":
+            await (await engine.prefill(prompt, sampled(1))).release()
+        else:
+            await ids(engine, prompt, sampled(1))
+        used = [engine.load().blocks_used]
+        async with timeout(30):
+            while used[-1]:
+                await asyncio.sleep(0)
+                used.append(engine.load().blocks_used)
+    assert max(before - after for before, after in pairwise((num_blocks // 2 + 1, *used))) < num_blocks // 4
