@@ -21,6 +21,15 @@ NOTHING = QuotaNeed()
 
 
 @dataclass(slots=True, eq=False)
+class Line:
+    """Requests of one tenant that need the same kind of quota: first come, first served."""
+
+    turn: asyncio.Lock = field(default_factory=asyncio.Lock)  # of the first one, until it has got or not got it
+    length: int = 0
+    refusal: peer_pb2.QuotaLoan | None = None  # of the first one, while it waits for a bucket to fill
+
+
+@dataclass(slots=True, eq=False)
 class TenantQuota:
     """A tenant at this router, with what is left of its last loan."""
 
@@ -28,7 +37,8 @@ class TenantQuota:
     quota: QuotaConfig
     is_limited: bool
     running: int = 0
-    waiting: int = 0  # requests, for a lender or what it lends
+    to_begin: Line = field(default_factory=Line)
+    to_prefill: Line = field(default_factory=Line)  # which need tokens
     requests: float = 0.0
     tokens: float = 0.0
     expires_at: float = 0.0
@@ -41,6 +51,10 @@ class TenantQuota:
     refusal: tuple[float, QuotaNeed, peer_pb2.QuotaLoan] | None = None  # until when it is repeated
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)
 
+    def line(self, need: QuotaNeed) -> Line:
+        """The line for such a need."""
+        return self.to_prefill if need.tokens else self.to_begin
+
     def seconds_of(self, need: QuotaNeed) -> float:
         """The time in which the quota allows as much again."""
         requests = need.requests / (self.quota.requests_per_second or math.inf)
@@ -49,4 +63,5 @@ class TenantQuota:
     @property
     def is_idle(self) -> bool:
         """True if nothing would be lost with it."""
-        return not self.running and not self.waiting and not self.spent and not self.lock.locked()
+        is_waited_for = self.to_begin.length or self.to_prefill.length or self.lock.locked()
+        return not (self.running or self.spent or is_waited_for)

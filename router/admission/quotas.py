@@ -78,15 +78,17 @@ class Quotas:
 
     @asynccontextmanager
     async def _track(self, name: str, stats: RequestStats, requests: int) -> AsyncIterator[None]:
-        tenant = self._find(name)
-        tenant.running += 1  # before anything is awaited: the tenant must not be forgotten
-        if tenant.quota.concurrent:
-            self._running[name] = tenant
+        tenant, running = self._find(name), 0
         try:
             await self._use(tenant, QuotaNeed(requests=requests, beginning=1))
+            # Not before: a request that waits does not run. Nothing is awaited between its loan and this.
+            running = 1
+            tenant.running += running
+            if tenant.quota.concurrent:
+                self._running[name] = tenant
             yield
         finally:
-            tenant.running -= 1
+            tenant.running -= running
             if not tenant.running:
                 self._running.pop(name, None)
             self._note_spent(tenant, max(0, stats.completion_tokens - stats.charged_tokens))
@@ -151,16 +153,27 @@ class Quotas:
         """Uses what is lent, or asks for it. Raises QuotaExceeded and QuotaUnavailable."""
         if not tenant.is_limited:
             return
-        ends_at, ahead_seconds = self._clock() + self._wait_seconds, tenant.waiting * tenant.seconds_of(need)
-        tenant.waiting += 1
+        line, ends_at = tenant.line(need), self._clock() + self._wait_seconds
+        ahead_seconds = line.length * tenant.seconds_of(need)
+        if line.refusal is not None and not self._refills_by(ends_at - ahead_seconds, line.refusal):
+            self._raise_unless(line.refusal, tenant, need)
+        line.length += 1
         try:
-            while (loan := await self._borrow(tenant, need)) is None or self._refills_by(ends_at - ahead_seconds, loan):
+            async with line.turn:
+                await self._use_in_turn(tenant, need, ends_at)
+        finally:
+            line.length -= 1
+
+    async def _use_in_turn(self, tenant: TenantQuota, need: QuotaNeed, ends_at: float) -> None:
+        line = tenant.line(need)
+        try:
+            while (loan := await self._borrow(tenant, need)) is None or self._refills_by(ends_at, loan):
                 if loan is None and self._is_allowed_without(tenant):
                     return
+                line.refusal = loan
                 await asyncio.sleep(_RETRY_SECONDS)
-                ahead_seconds = 0.0  # only one that comes may find too many
         finally:
-            tenant.waiting -= 1
+            line.refusal = None
         self._raise_unless(loan, tenant, need)
 
     def _refills_by(self, time: float, loan: peer_pb2.QuotaLoan) -> bool:
@@ -197,7 +210,7 @@ class Quotas:
             tenant=tenant.name,
             requests=need.requests,
             tokens=need.tokens,
-            running=tenant.running - need.beginning,
+            running=tenant.running,
             beginning=need.beginning,
         )
         return self.ledger.lend(THIS_ROUTER, ask, since)
@@ -260,7 +273,7 @@ class Quotas:
             tokens=need.tokens,
             more_requests=0.1 * tenant.quota.requests_per_second if need.requests or need.tokens else 0.0,
             more_tokens=more if need.requests or need.tokens else 0.0,
-            running=max(0, tenant.running - need.beginning),
+            running=tenant.running,
             beginning=need.beginning,
         )
 

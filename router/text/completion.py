@@ -100,12 +100,26 @@ class Completion:
         if self._stop_strings is None:
             return self._delta(self._push(token_ids), token_ids, logprobs)
         # A stop string ends the output at a token: the tokens after it must not count.
-        text = ""
-        for count, token_id in enumerate(token_ids, start=1):
+        text, added = self._push_without_stop(token_ids[:-1]) if len(token_ids) > 2 else ("", 0)
+        for count, token_id in enumerate(token_ids[added:], start=added + 1):
             text += self._push((token_id,))
             if self.finished:
                 return self._delta(text, token_ids[:count], logprobs[:count])
         return self._delta(text, token_ids, logprobs)
+
+    def _push_without_stop(self, token_ids: Sequence[int]) -> tuple[str, int]:
+        """Adds ids none of which ends the sequence together, if no stop string is complete in their text.
+
+        Returns what can be sent, and how many were added: all or none.
+        """
+        assert self._stop_strings is not None
+        text = self._detokenizer.whole_text(token_ids) if self._detokenizer else None
+        if not text or self._stop_strings.would_stop(text):
+            return "", 0
+        self.token_ids += token_ids
+        released = self._stop_strings.push(text, may_stop=False)
+        assert isinstance(released, str)
+        return released, len(token_ids)
 
     @property
     def takes_single_tokens(self) -> bool:

@@ -82,6 +82,14 @@ class Detokenizer:
         """True if no character is incomplete, and the text of the next token is its own."""
         return self.texts is not None and not self._window
 
+    def whole_text(self, ids: Sequence[int]) -> str | None:
+        """The text of the next ids, if each of them is whole characters by itself, so that `push` need not see them."""
+        if self.texts is None or self._window:
+            return None
+        found = [self.texts[token_id] for token_id in ids]
+        pieces = [text for text in found if text is not None]
+        return "".join(pieces) if len(pieces) == len(found) else None
+
     def push_one(self, token_id: int) -> str:
         """`push` for one id."""
         if self.texts is not None and not self._window:

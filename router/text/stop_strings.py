@@ -36,6 +36,10 @@ class StopStrings:
         self._held = waiting[start:]
         return waiting[:start]
 
+    def would_stop(self, text: str) -> bool:
+        """True if a stop string would be complete in this text, wherever it is divided into tokens."""
+        return self._search(self._held + text, len(self._held)) is not None
+
     def flush(self) -> str:
         """The text that was held back, at the end."""
         held, self._held = self._held, ""

@@ -342,3 +342,52 @@ async def test_requests_that_wait_for_a_lender_ask_for_it_together() -> None:
 async def _begin(quotas: Quotas) -> None:
     async with quotas.track("acme", RequestStats("r")):
         pass
+
+
+async def test_requests_that_wait_for_a_lender_are_not_counted_as_running() -> None:
+    which = fleet(3, wait_seconds=2.0, tokens_per_second=0, concurrent=2)
+    home = lender(which)
+    here = next(name for name in which.routers if name != home)
+    which.kill(home)
+    which.expire(home)
+    begun, go_on = [], asyncio.Event()
+
+    async def run() -> None:
+        async with which.routers[here].quotas.track("acme", RequestStats("r")):
+            begun.append(1)
+            await go_on.wait()
+
+    waiting = [asyncio.create_task(run()) for _ in range(4)]
+    while sum(task.done() for task in waiting) < 2:
+        await asyncio.sleep(0.01)
+        which.clock.advance(0.02)
+    assert len(begun) == 2
+    assert all(isinstance(task.exception(), QuotaExceeded) for task in waiting if task.done())
+    go_on.set()
+    await asyncio.wait(waiting)
+
+
+@pytest.mark.parametrize("is_lender", [True, False])
+async def test_requests_that_wait_for_a_bucket_are_served_before_those_that_come_later(is_lender: bool) -> None:
+    which = fleet(3, wait_seconds=2.0, tokens_per_second=100, burst_seconds=10)
+    home = lender(which)
+    which.kill(home)
+    which.expire(home)
+    which.clock.advance(1.0)
+    here = lender(which)
+    name = here if is_lender else next(iter(which.routers.keys() - {here}))
+    served: list[int] = []
+
+    async def one(number: int) -> None:
+        await _charge(which, name, 20)
+        served.append(number)
+
+    tasks = [asyncio.create_task(one(number)) for number in range(6)]
+    await eventually(lambda: bool(served))
+    # Meanwhile there is enough for one, for which those that wait have not looked yet.
+    which.clock.advance(0.3)
+    tasks.append(asyncio.create_task(one(6)))
+    while not all(task.done() for task in tasks):
+        await asyncio.sleep(0.01)
+        which.clock.advance(0.01)
+    assert served == list(range(7))

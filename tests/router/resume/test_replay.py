@@ -2,8 +2,9 @@
 
 import itertools
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
+from typing import TypeVar
 
 import pytest
 from tokenizers import Tokenizer as Library
@@ -21,6 +22,8 @@ from router.text.tokenizer import Tokenizer
 
 _DEMO = Path(__file__).parents[3] / "models/demo"
 _TRIALS = 2000
+
+Part = TypeVar("Part")
 
 
 def _served(tokenizer: bytes) -> ServedModel:
@@ -96,6 +99,30 @@ def test_whatever_came_together_the_cut_text_is_the_rest(model: ServedModel) -> 
         rest += replayed.flush().text
         assert expected.encode()[:text_bytes] + rest.encode() == expected.encode()
         assert new == whole.token_ids[tokens:]
+
+
+def test_ids_that_come_together_stop_where_they_stop_one_by_one(model: ServedModel) -> None:
+    assert model.tokenizer is not None
+    chosen, stopped = random.Random(4), 0
+    for _ in range(_TRIALS):
+        ids = _ids(model, chosen)
+        request, sampling = generate_pb2.GenerateRequest(), prompt_pb2.Sampling()
+        request.stopping.include_stop = chosen.random() < 0.5
+        sampling.stop.max_tokens, sampling.stop.min_tokens = len(ids), chosen.choice((0, 0, len(ids) // 2))
+        text = model.tokenizer.decode(ids)
+        starts = [chosen.randrange(max(1, len(text) - 2)) for _ in range(2)]
+        request.stopping.stop.extend(text[start : start + chosen.randrange(1, 4)] or "x" for start in starts)
+        together, alone = Completion(request, sampling, model), Completion(request, sampling, model)
+        sent = "".join(together.push(piece, ()).text for piece in _until_finished(together, _divided(ids, chosen)))
+        alone_sent = "".join(alone.push([one], ()).text for one in _until_finished(alone, ids))
+        assert (sent, together.token_ids, together.finished) == (alone_sent, alone.token_ids, alone.finished)
+        assert together.flush().text == alone.flush().text
+        stopped += together.finished is not None and bool(together.finished.stop_string)
+    assert 0.3 * _TRIALS < stopped < _TRIALS
+
+
+def _until_finished(completion: Completion, parts: Iterable[Part]) -> Iterator[Part]:
+    return itertools.takewhile(lambda _part: completion.finished is None, parts)
 
 
 def test_more_tokens_than_are_known_are_refused(model: ServedModel) -> None:
