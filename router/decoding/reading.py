@@ -1,5 +1,6 @@
 """One decode stream after another, read to the end of the answer: tokens, acceptance, the end, or a yield."""
 
+import asyncio
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
@@ -11,6 +12,7 @@ from router.decoding.state import ExecutionState, HeldHandoff
 from router.moving.decodes import ReadDecode, Yielded
 from router.routing.latency import DecodeTimer
 from router.workers.calls import DecodeCall
+from router.workers.cancellation import abort_unanswered
 from router.workers.destinations import report_loan
 from router.workers.handle import WorkerHandle
 from router.workers.replies import check_yielded, reported_logprobs
@@ -35,6 +37,11 @@ class DecodeReading:
         try:
             state.decodes.add(decode)
             await self._read_stream(call, timer, decode)
+        except asyncio.CancelledError:
+            if decode.target is not None and state.ctx.keep is None and state.held is None:
+                # It may have yielded: nobody but this call is told of the KV that its worker then holds.
+                await abort_unanswered(worker, state.ctx.call_id)
+            raise
         finally:
             state.decodes.discard(decode)
             state.stream.lane.detach()

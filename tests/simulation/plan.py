@@ -278,7 +278,8 @@ def _requests(draw: random.Random, fleet: Fleet, profile: str, count: int, secon
 
 def _longest_answer(fleet: Fleet, count: int) -> int:
     """The tokens of answers of which so many at once end in time: most of a deadline is not for waiting."""
-    places = (fleet.decode + fleet.mixed) * min(fleet.max_running or 100, max(1, fleet.blocks * 16 // _LONG))
+    of_one = min(fleet.max_running or 100, fleet.max_batch, max(1, fleet.blocks * 16 // _LONG))
+    places = (fleet.decode + fleet.mixed) * of_one
     return max(5, int(_BUSY_SECONDS * places / (count * fleet.step_seconds)))
 
 

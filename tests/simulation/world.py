@@ -29,7 +29,7 @@ from simulation.invariants import INVARIANTS, Invariant
 from simulation.invariants.fleet import PROBE_TOKENS, PROBES
 from simulation.loop import NODE, Deadlock, Node, SimulatedLoop
 from simulation.network import Network
-from simulation.plan import CLIENTS, Plan, Request
+from simulation.plan import CLIENTS, TENANTS, Plan, Request
 from simulation.processes import router_of, worker_of
 from simulation.registry import SimulatedRegistry
 from simulation.steps import Steps
@@ -347,7 +347,18 @@ class World:
             workers = {one.record.worker_id: one for one in self.hosts[name].cluster.workers}
             found += [f"{name} does not know {one}" for one in fleet.workers if one not in workers]
             found += [f"{name}: {one}: {worker.problem}" for one, worker in workers.items() if worker.problem]
-        return found
+        return found or self._unlent()
+
+    def _unlent(self) -> Sequence[str]:
+        """The quotas that no router lends: none does so in the first seconds of its record."""
+        if not self.plan.fleet.has_quotas:
+            return ()
+        peers = [self.hosts[name].path.peers for name in self.plan.fleet.router_names]
+        return [
+            f"nobody lends the quota of {tenant}"
+            for tenant in TENANTS
+            if all(one is not None and one.lends_since(tenant) is None for one in peers)
+        ]
 
     async def _until(self, condition: Callable[[], bool], seconds: float) -> bool:
         ends = Time.now + seconds

@@ -120,6 +120,26 @@ async def test_what_a_worker_has_lent_to_one_that_refuses_it_is_free_at_once(und
         assert (await task).token_ids == undisturbed.token_ids
 
 
+async def test_kv_of_a_stream_that_yields_as_its_client_leaves_is_free_at_once() -> None:
+    async with shared(*decoders("d1", "d2")) as cluster:
+        async with running_stream(cluster.bench, 20, **LONG) as task:
+            source = cluster.busy
+            [ctx] = cluster.bench.requests._running.values()
+            leases = cluster.workers[source].leases
+            await cluster.move(source)
+            # Until it has yielded, and before its router, on the same loop, has read that.
+            while cluster.running(source) or not leases.of(ctx.call_id):  # noqa: ASYNC110
+                await asyncio.sleep(0)
+            running = ctx.cancellation._task
+            assert running is not None
+            running.cancel()
+            task.cancel()
+        # Sooner than a lease ends, which is 5 s.
+        await eventually(lambda: not len(leases), 4.0)
+        # Nor has it gone on elsewhere.
+        assert not cluster.running(cluster.other(source))
+
+
 async def test_a_router_keeps_nothing_of_a_worker_that_has_given_its_streams_away() -> None:
     async with shared(*decoders("d1", "d2")) as cluster:
         async with running_stream(cluster.bench, 5, **LONG) as task:

@@ -12,6 +12,7 @@ from support.servers.tcp_proxy import TcpProxy
 from baton.inference.v1 import cluster_service_pb2, cluster_service_pb2_grpc, generate_pb2, inference_service_pb2_grpc
 from discovery.memory import MemoryRegistry
 from router.config import ProbeConfig, RetryConfig, RouterConfig, RoutingConfig
+from router.context import RequestTable
 from router.server import host_router
 from router.workers.cluster import Cluster
 from rpc.channels import open_channel
@@ -53,6 +54,7 @@ class Bench:
     openai_address: str = ""  # if its router serves OpenAI's API
     proxied: bool = True
     report: Callable[[], Mapping[str, object]] = dict  # the router's at /health
+    requests: RequestTable = field(default_factory=RequestTable)  # those that run at the router
     workers: dict[str, Worker] = field(default_factory=dict)
     proxies: dict[str, TcpProxy] = field(default_factory=dict)
     _stacks: dict[str, AsyncExitStack] = field(default_factory=dict)
@@ -162,6 +164,7 @@ async def bench(
         running = Bench(
             registry, stub, operators, host.address, host.cluster, host.openai_address, proxied, host.report
         )
+        running.requests = host.requests
         try:
             for config in configs:
                 await running.start(config)
