@@ -99,9 +99,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
                 )
 
     async def Upgrade(self, request: worker_pb2.UpgradeRequest, context: Any) -> worker_pb2.UpgradeResponse:
-        await self._moving.upgrader.prepare()
-        # The process may end once the answer has been sent, and not before.
-        context.add_done_callback(self._moving.upgrader.end_process)
+        await self._moving.upgrader.upgrade()
         return worker_pb2.UpgradeResponse()
 
     def _load(self) -> cluster_service_pb2.WorkerLoad:

@@ -7,14 +7,15 @@ from contextlib import asynccontextmanager
 
 import structlog
 
-from baton.errors import ConfigError, LayoutMismatch, RequestExists, Unsupported
+from baton.errors import ConfigError, Draining, LayoutMismatch, RequestExists, Unsupported
 from baton_http2.sockets.accepting import open_sockets
-from runtime.aio import wait_until_done
+from runtime.aio import run_to_completion, wait_until_done
 from runtime.network import split_address
 from services.config import KeepMemoryConfig
 from services.engines.base import Engine
 from services.keeper.client import KeeperClient
 from services.keeper.messages import KeeperLost
+from services.requests.calls import Calls
 from services.telemetry import metrics
 
 log = structlog.get_logger(__name__)
@@ -27,35 +28,39 @@ _LISTEN = "listen"
 class Upgrader:
     """Replaces this process by one of the code and configuration of now, which goes on with what is kept."""
 
-    def __init__(self, keeper: KeeperClient | None, engine: Engine | None) -> None:
+    def __init__(self, keeper: KeeperClient | None, engine: Engine | None, calls: Calls) -> None:
         self._keeper = keeper
+        self._calls = calls
         self._engine = engine if engine is not None and engine.journal is not None else None
         self._is_running = False
 
-    async def prepare(self) -> None:
-        """Returns once the next process is ready. Then `end_process` has to follow, or the keeper kills this one.
+    async def upgrade(self) -> None:
+        """Returns once the next process is ready; this one ends between two steps soon after, when the answer is sent.
 
-        Raises Unsupported without kept KV, RequestExists while another call runs, and LayoutMismatch with the reason
-        if the next process cannot go on with what is kept.
+        A caller that leaves does not stop it. Raises Unsupported without kept KV, Draining amid a drain, RequestExists
+        while another upgrade runs, and LayoutMismatch with the reason if the next process cannot go on with what is
+        kept.
         """
         if self._keeper is None or self._engine is None:
             raise Unsupported("the worker keeps no KV (keep_memory.kv), and cannot be upgraded in place")
+        if self._calls.draining:
+            raise Draining("the worker is draining, and cannot be upgraded")
         if self._is_running:
             raise RequestExists("an upgrade of this worker is running")
         self._is_running = True
+        await run_to_completion(self._replace(self._keeper, self._engine))
+
+    async def _replace(self, keeper: KeeperClient, engine: Engine) -> None:
         try:
-            problem = await asyncio.to_thread(self._keeper.upgrade)
+            problem = await asyncio.to_thread(keeper.upgrade)
         except KeeperLost as error:
             raise Unsupported(f"the worker's keeper is lost, or older than upgrades in place: {error}") from error
         finally:
             self._is_running = False
         if problem:
             raise LayoutMismatch(problem)
-
-    def end_process(self, _call: object = None) -> None:
-        """Ends this process between two steps, once what has been written is sent."""
-        assert self._engine is not None
-        asyncio.get_running_loop().call_later(_SENT_SECONDS, self._engine.end_process)
+        # The keeper kills it otherwise, amid a step.
+        asyncio.get_running_loop().call_later(_SENT_SECONDS, engine.end_process)
 
 
 @asynccontextmanager

@@ -50,7 +50,7 @@ class HttpCall:
         self._metadata = _with_bearer(tuple(_decoded(scope["headers"])))
         self._query: bytes = scope.get("query_string", b"")
         self._host = str((scope.get("client") or ("",))[0])
-        self._has_left = False
+        self._has_left = self._has_ended = False
         self.status = StatusCode.OK
         self.response_status = 0  # 0 before the response has begun
         self.names = PLAIN_NAMES  # of the body's fields, for errors
@@ -174,7 +174,10 @@ class HttpCall:
         await self._send({"type": "http.response.body", "body": piece, "more_body": True})
 
     async def end(self, piece: bytes = b"") -> None:
-        """Sends the last piece of the response."""
+        """Sends the last piece of the response, once: an error or a cancel after that changes nothing of it."""
+        if self._has_ended:
+            return
+        self._has_ended = True
         await self._send({"type": "http.response.body", "body": piece, "more_body": False})
 
     async def respond(self, status: int, body: bytes, headers: Iterable[tuple[bytes, bytes]] = ()) -> None:

@@ -1,6 +1,7 @@
 """Serves OpenAI's API: uvicorn, on the router's event loop."""
 
 import asyncio
+import re
 import socket
 from collections.abc import AsyncGenerator, Generator
 from contextlib import asynccontextmanager, contextmanager, suppress
@@ -36,6 +37,8 @@ _MAX_HEAD_BYTES = 64 * 1024
 # of each takes as long as that of thousands of bytes.
 _MOST_PIPELINED = 16
 _MOST_CHUNKS = 2048
+# Without the characters that end it in a URL.
+_HOST = re.compile(rb"[!$-.0-;=A-\[\]-~]*")
 
 
 class _Malformed(Exception):
@@ -95,9 +98,11 @@ class _BoundedHttp(HttpToolsProtocol):
 
     def on_headers_complete(self) -> None:
         self._head_bytes = 0
-        hosts = sum(name == b"host" for name, _ in self.headers)
+        hosts = [value for name, value in self.headers if name == b"host"]
         # RFC 9112, 3.2: a proxy before this router may have taken another one than it does.
-        if hosts > 1 or (not hosts and self.parser.get_http_version() == "1.1"):
+        if len(hosts) > 1 or (not hosts and self.parser.get_http_version() != "1.0"):
+            raise _Malformed
+        if hosts and not _HOST.fullmatch(hosts[0]):
             raise _Malformed
         if len(self.pipeline) >= _MOST_PIPELINED:
             raise _Malformed

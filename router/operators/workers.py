@@ -5,7 +5,7 @@ from typing import Any
 
 from baton.calls import stream, unary
 from baton.engine.v1 import worker_pb2
-from baton.errors import InvalidRequest, RoleMismatch, Unavailable, Unsupported
+from baton.errors import Draining, InvalidRequest, RoleMismatch, Unavailable, Unsupported
 from baton.inference.v1 import cluster_service_pb2
 from discovery.record import MOVES_DECODES, TAKES_OVER
 from router.workers.cluster import Cluster
@@ -66,8 +66,9 @@ class WorkerOperations:
     ) -> cluster_service_pb2.UpgradeWorkerResponse:
         """Replaces a worker's process. Returns when the next one is ready.
 
-        Raises Unsupported for a worker that does not keep its KV, LayoutMismatch with the reason if the next process
-        does not fit, and Unavailable if it is not ready in time.
+        Raises Unsupported for a worker that does not keep its KV, Draining for one that drains, RequestExists while
+        another upgrade of it runs, LayoutMismatch with the reason if the next process does not fit, and Unavailable if
+        it is not ready in time.
         """
         worker = self._find(request.worker_id)
         name = worker.record.worker_id
@@ -77,6 +78,8 @@ class WorkerOperations:
         try:
             with worker.keep_open():
                 await unary(worker.control.Upgrade(worker_pb2.UpgradeRequest(), timeout=seconds))
+        except Draining:
+            raise
         except Unavailable as error:
             lost = error  # as it ends: its next process has the code of now, whatever it ended by
         try:

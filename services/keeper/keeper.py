@@ -180,6 +180,9 @@ class _Life:
     # Its upgrade.
 
     def _upgrade(self) -> None:
+        if self.is_stopping:
+            self._process.worker.answer_upgrade("the worker was told to stop")
+            return
         try:
             self._next = self._start()
         except OSError as error:

@@ -19,8 +19,8 @@ from support.engines.checkpoints import DEMO
 from support.servers.etcd import free_port
 
 from baton import AsyncClient
-from baton.errors import LayoutMismatch
-from baton.inference.v1 import generate_pb2
+from baton.errors import DeadlineExceeded, Draining, LayoutMismatch, RequestExists
+from baton.inference.v1 import cluster_service_pb2, generate_pb2
 from baton.inference.v1.inference_service_pb2_grpc import InferenceServiceStub
 from rpc.channels import open_channel
 
@@ -162,6 +162,35 @@ async def test_an_upgrade_in_place_ends_no_stream_and_computes_nothing_twice(dep
         await until(lambda: _used_blocks(deployment) == 0)
         await client.upgrade_worker(worker.worker_id)  # the next one can be upgraded, too
         assert [answer.ids for answer in await _answers(stub)] == [answer.ids for answer in expected]
+
+
+@pytest.mark.timeout(300)
+async def test_an_upgrade_whose_caller_has_left_goes_on_alone(deployment: Deployment, tmp_path: Path) -> None:
+    async with _calls(deployment) as stub, AsyncClient(deployment.router.address) as client:
+        running = asyncio.create_task(_answers(stub, _requests(keep_seconds=60)))
+        [worker] = await client.workers()
+        with pytest.raises(DeadlineExceeded):
+            await client.upgrade_worker(worker.worker_id, timeout_seconds=0.2)
+        with pytest.raises(RequestExists, match="an upgrade of this worker is running"):
+            await client.upgrade_worker(worker.worker_id)
+        await until(lambda: deployment.restarted("upgrade"))
+        assert [len(answer.ids) for answer in await running] == [_TOKENS] * len(_PROMPTS)
+        assert "killing it" not in (tmp_path / "worker.log").read_text()
+
+
+@pytest.mark.timeout(300)
+async def test_a_worker_that_drains_is_not_upgraded(deployment: Deployment) -> None:
+    async with _calls(deployment) as stub, AsyncClient(deployment.router.address) as client:
+        running = asyncio.create_task(_answers(stub, _requests(keep_seconds=0)))
+        await until(lambda: _is_amid(deployment))
+        [worker] = await client.workers()
+        draining = asyncio.create_task(client.drain_worker(worker.worker_id))
+        while (await client.workers())[0].state != cluster_service_pb2.WORKER_STATE_DRAINING:  # noqa: ASYNC110
+            await asyncio.sleep(0.02)
+        with pytest.raises(Draining, match="cannot be upgraded"):
+            await client.upgrade_worker(worker.worker_id)
+        running.cancel()
+        await draining
 
 
 @pytest.mark.timeout(300)

@@ -72,6 +72,10 @@ def _obey(keeper: KeeperClient, verb: str, arguments: list[str]) -> str:
             time.sleep(_FOREVER)
         case "stop", []:
             os.kill(os.getpid(), signal.SIGSTOP)
+        case "hold", []:
+            signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
+        case "held", []:
+            signal.sigwait([signal.SIGTERM])
         case "ignore", []:
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
         case "die", [name]:

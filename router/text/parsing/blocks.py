@@ -3,6 +3,7 @@
 The arguments of a call while the model writes it: the text of a JSON object, up to where it ends.
 """
 
+import json
 import re
 from collections.abc import Callable, Collection, Sequence
 
@@ -23,7 +24,7 @@ class GrowingArguments:
         self._head = head
         self._names = names
         self.name = ""
-        self._at = 0  # up to where the arguments have been returned
+        self._begin = self._at = 0  # from where, and up to where the arguments have been returned
         self._depth = 0
         self._is_quoted = False
         self._has_ended = False
@@ -46,8 +47,19 @@ class GrowingArguments:
         found = self._head.match(text, 0, _LONGEST_HEAD)
         if found is None or found[found.lastindex or 0] not in self._names:
             return False
-        self.name, self._at = found[found.lastindex or 0], found.end()
+        self.name, self._begin = found[found.lastindex or 0], found.end()
+        self._at = self._begin
         return True
+
+    def are_of(self, text: str, name: str, arguments: str) -> bool:
+        """True if nothing of the text has been returned, or all of this call: one that has two names or arguments can
+        be read otherwise once it is complete.
+        """
+        try:
+            returned = json.loads(text[self._begin : self._at]) if self.name else None
+            return not self.name or (self.name, returned) == (name, json.loads(arguments))
+        except (ValueError, RecursionError):
+            return False
 
     def _scan(self, text: str) -> int:
         """Where the arguments end, or what has come of them."""
@@ -167,7 +179,7 @@ class BlockParser:
     def _block(self, block: str) -> list[Part]:
         body = block[len(self._begin) : len(block) - len(self._end)]
         calls = self._read(body)
-        if not calls:
+        if not calls or (self._arguments and not self._arguments.are_of(block, *calls[0])):
             return self._unread(block)
         self._arguments = None
         self._follows_call = True
@@ -220,7 +232,7 @@ class WholeAnswerParser:
         if not self._is_undecided:
             return self._otherwise.flush()
         calls = self._read(held)
-        if calls:
+        if calls and (self._growing is None or self._growing.are_of(held, *calls[0])):
             return _calls(calls, held)
         return [BrokenCall(held)] if self._growing and self._growing.name else plain(held)
 

@@ -59,7 +59,16 @@ def _arguments(value: Any) -> str:
         value = _DECODER.decode(value)
     if not isinstance(value, dict):
         raise ValueError("the arguments are not an object")
-    return json.dumps(value, ensure_ascii=False, allow_nan=False)
+    text = json.dumps(value, ensure_ascii=False, allow_nan=False)
+    # Half of a pair of surrogates, which JSON can name, is no text.
+    return text if _is_text(text) else json.dumps(value, allow_nan=False)
+
+
+def _is_text(characters: str) -> bool:
+    try:
+        return bool(characters.encode())
+    except UnicodeEncodeError:
+        return False
 
 
 def _call(value: Any) -> _Call:
@@ -69,7 +78,7 @@ def _call(value: Any) -> _Call:
     inner = value.get("function")
     described = inner if isinstance(inner, dict) else value
     name = described.get("name", inner)
-    if not (isinstance(name, str) and name):
+    if not (isinstance(name, str) and _is_text(name)):
         raise ValueError("a call has a name")
     given = [described[key] for key in ("arguments", "parameters") if key in described]
     return name, _arguments(given[0] if given else {})

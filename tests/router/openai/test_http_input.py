@@ -2,16 +2,21 @@
 
 import asyncio
 import json
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, MutableMapping
 from contextlib import suppress
+from typing import Any
 
 import pytest
 from support.clients.openai_api import OPENAI_ROUTER, openai_bench
 from support.cluster.in_process import DECODE, PREFILL, Bench
 from support.lifetimes import in_one_task
 
+from baton.errors import Draining
 from baton_http2.input_budget import InputLimits
 from router.config import ClientConnections, OpenAIConfig
+from router.openai.call import HttpCall
+from router.openai.exchange import run_stream
+from router.openai.images import ImageStream
 
 MIB = 2**20
 LIMITS = InputLimits(
@@ -174,6 +179,27 @@ async def test_a_request_names_its_host_once(bounded: Bench, version: bytes, hos
     assert (await asyncio.wait_for(client.reader.readline(), 20)).split()[1] == status
 
 
+@pytest.mark.parametrize(
+    ("version", "host", "status"),
+    [
+        (b"1.1", b"", b"200"),
+        (b"1.1", b"[::1]:80", b"200"),
+        (b"1.1", b"a-b.example:443", b"200"),
+        (b"1.1", b"a b", b"400"),
+        (b"1.1", b"good@evil", b"400"),
+        (b"1.1", b"good/evil", b"400"),
+        (b"1.1", b"good#evil", b"400"),
+        (b"1.0", b"a?b", b"400"),
+        (b"1.1", b"a\\b", b"400"),
+        (b"1.1", b"a\xffb", b"400"),
+    ],
+)
+async def test_a_host_is_one_that_a_url_can_have(bounded: Bench, version: bytes, host: bytes, status: bytes) -> None:
+    client = await client_of(bounded)
+    await client.send(b"GET /v1/models HTTP/%b\r\nHost: %b\r\n\r\n" % (version, host))
+    assert (await asyncio.wait_for(client.reader.readline(), 20)).split()[1] == status
+
+
 async def test_a_number_of_too_many_digits_is_refused_without_advice_for_programmers(bounded: Bench) -> None:
     client = await client_of(bounded)
     body = b'{"prompt":"a","seed":' + b"9" * 5000 + b"}"
@@ -190,3 +216,27 @@ async def test_a_body_in_some_chunks_is_answered(bounded: Bench) -> None:
     chunks = b"".join(b"%x\r\n%b\r\n" % (len(piece), piece) for piece in pieces)
     await client.send(HEAD + b"transfer-encoding: chunked\r\n\r\n" + chunks + b"0\r\n\r\n")
     assert (await asyncio.wait_for(client.reader.read(65_536), 20)).startswith(b"HTTP/1.1 200 ")
+
+
+@pytest.mark.parametrize("error", [Draining("late"), asyncio.CancelledError()])
+async def test_what_fails_after_the_end_of_a_stream_writes_nothing_more(error: BaseException) -> None:
+    sent: list[MutableMapping[str, Any]] = []
+
+    async def send(message: MutableMapping[str, Any]) -> None:
+        sent.append(message)
+
+    async def receive() -> MutableMapping[str, Any]:
+        await asyncio.Event().wait()
+        return {}
+
+    call = HttpCall({"headers": []}, receive, send)
+    stream = ImageStream(call, 0)
+
+    async def work() -> None:
+        await call.begin(200, ())
+        await call.end(b"all")
+        raise error
+
+    with suppress(asyncio.CancelledError):
+        await run_stream(call, stream, work())
+    assert [message.get("body") for message in sent] == [None, b"all"]

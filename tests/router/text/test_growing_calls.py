@@ -5,6 +5,8 @@ import random
 from dataclasses import replace
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from router.text.parsing.formats import DEEPSEEK, HERMES, LLAMA, MISTRAL, ToolFormat
 from router.text.parsing.registry import AnswerParser, Parsed
@@ -181,3 +183,78 @@ def test_a_head_that_never_ends_is_not_looked_for_again_and_again() -> None:
     add(made, reader.flush())
     assert made.call_deltas == []
     assert len(made.text) == len(text)
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        '{"name": "write", "parameters": {"a": 1}, "arguments": {"a": 2}}',
+        '{"name": "write", "arguments": {"a": 1}, "arguments": {"a": 2}}',
+        '{"name": "write", "arguments": {"a": 1}, "name": "erase"}',
+        '{"name": "write", "arguments": {"a": 1}, "function": {"name": "erase", "arguments": {"a": 2}}}',
+    ],
+)
+@pytest.mark.parametrize(
+    ("written", "frame"),
+    [
+        (HERMES, "<tool_call>%s</tool_call>"),
+        (LLAMA, "%s"),
+        (LLAMA, "<|python_tag|>%s"),
+        (MISTRAL, "[TOOL_CALLS][%s]"),
+    ],
+)
+def test_a_call_that_is_read_otherwise_once_it_is_whole_is_none(written: ToolFormat, frame: str, call: str) -> None:
+    reader = AnswerParser(None, written, ("write", "erase"), call_id="x", grows=True)
+    made = Parsed()
+    for character in frame % call:
+        add(made, reader.push(character))
+    add(made, reader.flush())
+    assert "".join(one.arguments for one in made.call_deltas) == '{"a": 1}'
+    assert (made.text, made.tool_calls) == ("", [])
+
+
+_TEXTS = st.text(st.sampled_from('a"\\{}[]\n ü<>;'), max_size=8)
+_VALUES = st.one_of(_TEXTS, st.integers(), st.lists(_TEXTS, max_size=2), st.dictionaries(_TEXTS, _TEXTS, max_size=2))
+_DAMAGE = ("", "", '"', "\\", "}", "{", '"arguments": ', ', "name": "erase"', "\\ud800", "[TOOL_CALLS]", "</tool_call>")
+
+
+@pytest.mark.parametrize("name", [*WRITTEN, "hermes"])
+@given(st.dictionaries(_TEXTS, _VALUES, max_size=3), st.data())
+@settings(max_examples=60, deadline=None, derandomize=True)
+def test_what_comes_in_pieces_is_what_is_read_of_the_whole(name: str, arguments: object, data: st.DataObject) -> None:
+    written, text = WRITTEN.get(name, (HERMES, f"{CALL} and {CALL}"))
+    text = text.replace(ARGUMENTS, json.dumps(arguments, ensure_ascii=data.draw(st.booleans())))
+    at, lost = data.draw(st.integers(0, len(text))), data.draw(st.integers(0, 3))
+    text = text[:at] + data.draw(st.sampled_from(_DAMAGE)) + text[at + lost :]
+    whole, grown = AnswerParser(None, written, ("write",), call_id="x"), Parsed()
+    expected = whole.push(text)
+    add(expected, whole.flush())
+    reader = AnswerParser(None, written, ("write",), call_id="x", grows=True)
+    while text:
+        length = data.draw(st.integers(1, 30))
+        add(grown, reader.push(text[:length]))
+        text = text[length:]
+    add(grown, reader.flush())
+    pieces: dict[int, str] = {}
+    for one in grown.call_deltas:
+        pieces[one.index] = pieces.get(one.index, "") + one.arguments
+    begun = {one.id: pieces[one.index] for one in grown.call_deltas if one.id}
+    calls = {call.id: call for call in grown.tool_calls}
+    for identity, joined in begun.items():
+        if identity in calls:
+            assert json.loads(joined) == json.loads(calls[identity].arguments)
+    if begun.keys() <= calls.keys():  # none was broken
+        assert [(call.name, call.arguments) for call in grown.tool_calls] == [
+            (call.name, call.arguments) for call in expected.tool_calls
+        ]
+        assert grown.text == expected.text
+
+
+@pytest.mark.parametrize("grows", [True, False])
+def test_half_a_surrogate_pair_in_a_call_ends_no_answer(grows: bool) -> None:
+    reader = AnswerParser(None, HERMES, ("write",), call_id="x", grows=grows)
+    made = reader.push('<tool_call>{"name": "write", "arguments": {"a": "\\ud800"}}</tool_call>')
+    add(made, reader.push('<tool_call>{"name": "\\ud800", "arguments": {}}</tool_call>'))
+    add(made, reader.flush())
+    assert [call.arguments for call in made.tool_calls] == ['{"a": "\\ud800"}']
+    assert made.text == '<tool_call>{"name": "\\ud800", "arguments": {}}</tool_call>'

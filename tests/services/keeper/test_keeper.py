@@ -362,6 +362,16 @@ def test_a_keeper_that_is_told_to_stop_amid_an_upgrade_ends_both(tmp_path: Path)
             os.kill(loading, 0)
 
 
+def test_a_worker_that_was_told_to_stop_is_not_upgraded(tmp_path: Path) -> None:
+    first = "hold+put:kv:one+watch:600+get:kv:one+held+upgrade+exit:0"
+    with _keeper(tmp_path, first, "get:kv:one+exit:0") as run:
+        run.until(lambda notes: "0 found kv" in notes)
+        run.popen.terminate()
+        assert run.ended() == 0
+        assert "0 upgrade: the worker was told to stop" in run.notes
+        assert run.notes.count("started") == 1
+
+
 def test_an_older_keeper_that_knows_no_upgrades_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(client, "_ANSWER_SECONDS", 0.2)
     own, end = pair()
