@@ -15,6 +15,7 @@ from services.config import KeepMemoryConfig
 from services.engines.base import Engine
 from services.keeper.client import KeeperClient
 from services.keeper.messages import KeeperLost
+from services.requests.calls import Calls
 from services.telemetry import metrics
 
 log = structlog.get_logger(__name__)
@@ -27,35 +28,47 @@ _LISTEN = "listen"
 class Upgrader:
     """Replaces this process by one of the code and configuration of now, which goes on with what is kept."""
 
-    def __init__(self, keeper: KeeperClient | None, engine: Engine | None) -> None:
+    def __init__(self, keeper: KeeperClient | None, engine: Engine | None, calls: Calls) -> None:
         self._keeper = keeper
         self._engine = engine if engine is not None and engine.journal is not None else None
-        self._is_running = False
+        self._calls = calls
+        self._preparing: asyncio.Future[str] | None = None
 
     async def prepare(self) -> None:
         """Returns once the next process is ready. Then `end_process` has to follow, or the keeper kills this one.
 
-        Raises Unsupported without kept KV, RequestExists while another call runs, and LayoutMismatch with the reason
-        if the next process cannot go on with what is kept.
+        Nothing ends an upgrade that has begun: one whose caller leaves ends this process, too. Raises Unsupported
+        without kept KV, RequestExists while another one runs, and LayoutMismatch with the reason if the next process
+        cannot go on with what is kept.
         """
         if self._keeper is None or self._engine is None:
             raise Unsupported("the worker keeps no KV (keep_memory.kv), and cannot be upgraded in place")
-        if self._is_running:
+        if self._preparing is not None and not self._preparing.done():
             raise RequestExists("an upgrade of this worker is running")
-        self._is_running = True
+        self._preparing = asyncio.get_running_loop().run_in_executor(None, self._keeper.upgrade)
         try:
-            problem = await asyncio.to_thread(self._keeper.upgrade)
+            problem = await asyncio.shield(self._preparing)
+        except asyncio.CancelledError:
+            self._preparing.add_done_callback(self._end_unless_failed)
+            raise
         except KeeperLost as error:
             raise Unsupported(f"the worker's keeper is lost, or older than upgrades in place: {error}") from error
-        finally:
-            self._is_running = False
         if problem:
             raise LayoutMismatch(problem)
 
     def end_process(self, _call: object = None) -> None:
         """Ends this process between two steps, once what has been written is sent."""
+        asyncio.get_running_loop().call_later(_SENT_SECONDS, self._end)
+
+    def _end_unless_failed(self, prepared: "asyncio.Future[str]") -> None:
+        if not prepared.cancelled() and prepared.exception() is None and not prepared.result():
+            self._end()
+
+    def _end(self) -> None:
         assert self._engine is not None
-        asyncio.get_running_loop().call_later(_SENT_SECONDS, self._engine.end_process)
+        # One that was told to stop meanwhile finishes its requests: its keeper has ended the next process.
+        if not self._calls.draining:
+            self._engine.end_process()
 
 
 @asynccontextmanager

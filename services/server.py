@@ -135,7 +135,7 @@ async def _open_services(
             Shedding(parts.decodes, parts.calls),
             RoleChanger(worker.identity, registration, partial(_record, worker), parts.calls, worker.leases),
             worker.kept,
-            Upgrader(keeper, worker.engine),
+            Upgrader(keeper, worker.engine, parts.calls),
         )
         aborter = Aborter(parts.calls, worker.leases)
         control_servicer = WorkerServicer(worker.epoch, worker.engines, aborter, worker.drainer, moving)
