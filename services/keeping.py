@@ -60,7 +60,12 @@ class Upgrader:
         if problem:
             raise LayoutMismatch(problem)
         # The keeper kills it otherwise, amid a step.
-        asyncio.get_running_loop().call_later(_SENT_SECONDS, engine.end_process)
+        asyncio.get_running_loop().call_later(_SENT_SECONDS, self._end, engine)
+
+    def _end(self, engine: Engine) -> None:
+        # One that was told to stop meanwhile finishes its requests: its keeper has ended the next process.
+        if not self._calls.draining:
+            engine.end_process()
 
 
 @asynccontextmanager

@@ -53,6 +53,7 @@ class KeeperClient:
         packet = self._ask(Request("get", name, fingerprint))
         answer = Answer(**packet.content)
         if answer.ended_at:
+            self._end.settimeout(_ANSWER_SECONDS)
             self.start = replace(self.start, ended_at=answer.ended_at)
         return Found(tuple(packet.pop_descriptors()), answer.stale)
 
@@ -73,7 +74,10 @@ class KeeperClient:
             send(self._end, Request("upgrade"))
             receive(self._end)  # in time, unless the keeper is older than its worker
             self._end.settimeout(_SUCCESSION_SECONDS)
-            return Answer(**receive(self._end).content).problem
+            try:
+                return Answer(**receive(self._end).content).problem
+            finally:
+                self._end.settimeout(_ANSWER_SECONDS)
 
     def begin(self, seconds: float) -> None:
         """Has the keeper kill this process if it does not call `watch` in this time."""

@@ -200,8 +200,9 @@ class _Life:
         assert self._next is not None
         say(f"no upgrade: {problem}")
         self._next.discard()
+        if self._end_by is None:  # otherwise it has had its answer
+            self._process.worker.answer_upgrade(problem)
         self._next = self._end_by = None
-        self._process.worker.answer_upgrade(problem)
 
 
 @contextmanager

@@ -53,7 +53,10 @@ def _threads_of(pid: int) -> Mapping[str, _Thread]:
     with suppress(OSError):
         for name in os.listdir(folder):
             with suppress(OSError, ValueError, IndexError):  # it has just ended
-                threads[name] = _thread(f"{folder}/{name}")
+                thread = _thread(f"{folder}/{name}")
+                # A kernel that does not count says 0 of a thread that has run, too.
+                if thread.ran or thread.waited:
+                    threads[name] = thread
     return threads
 
 

@@ -66,13 +66,14 @@ class ReplicatedEngine(Diffuser):
         return min((seconds for seconds in predicted if seconds is not None), default=None)
 
     def draw(self, drawing: Drawing) -> AsyncGenerator[Step | Picture | Clip, None]:
-        """Draws by the engine with the fewest drawings. See Diffuser."""
-        return min(self._engines, key=_drawings).draw(drawing)
+        """Draws by the healthy engine with the fewest drawings. See Diffuser."""
+        return min(self._engines, key=_preference).draw(drawing)
 
 
-def _drawings(engine: DiffusersEngine) -> int:
+def _preference(engine: DiffusersEngine) -> tuple[bool, int]:
+    """One that has failed has no drawings: it would get, and fail, all of them until the process ends."""
     load = engine.load()
-    return load.running + load.waiting
+    return not engine.healthy, load.running + load.waiting
 
 
 def _devices(config: DiffusionConfig) -> list[str]:

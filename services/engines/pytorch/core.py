@@ -232,8 +232,8 @@ class EngineCore:
             return
         step = min(self._run_short_prompt() for _ in range(3))
         has_room = self._pool.available * self._block_tokens >= self._block_tokens + 2 * self._warm_up_prompt_tokens
-        loads = [self._load_short_prompt(self.tiers) - step for _ in range(3 if has_room else 0)]
-        self.tiers.begin(step, min(loads, default=None))
+        loads = [self._load_short_prompt(self.tiers, step) for _ in range(3 if has_room else 0)]
+        self.tiers.begin(step, min((seconds for seconds in loads if seconds is not None), default=None))
 
     @property
     def _warm_up_prompt_tokens(self) -> int:
@@ -245,15 +245,16 @@ class EngineCore:
         self._pool.drop(sequence.chain.upto(sequence.tokens, sequence.computed))
         return sequence.first_token_at - sequence.started
 
-    def _load_short_prompt(self, tiers: KvTiers) -> float:
-        """Runs a prompt of which the first block is loaded; returns the seconds to its first token."""
+    def _load_short_prompt(self, tiers: KvTiers, step_seconds: float) -> float | None:
+        """Runs a prompt of which the first block is loaded; returns the seconds of the load, None if it has failed."""
         tokens = min(self._block_tokens + self._warm_up_prompt_tokens, self._parts.limits.max_context_tokens - 1)
         prompt = Prompt((0,) * tokens, cache_salt=secrets.token_hex())
         first = self._run(prompt)
         tiers.settle(self._pool.demote(first.chain.upto(first.tokens, self._block_tokens)))
+        tiers.begin(step_seconds, None)  # while nothing is measured, all that is there is loaded
         sequence = self._run(prompt)
         self._pool.drop(sequence.chain.upto(sequence.tokens, sequence.computed))
-        return sequence.first_token_at - sequence.started
+        return sequence.first_token_at - sequence.started - step_seconds if sequence.loaded_blocks else None
 
     def _run(self, prompt: Prompt) -> TokenSequence:
         """Runs a prompt and some tokens alone. Raises its error."""

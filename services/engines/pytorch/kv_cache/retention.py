@@ -57,7 +57,7 @@ class EvictionOrder:
 
     @property
     def unretained(self) -> int:
-        """The blocks that no session retains."""
+        """The blocks that no tenant retains."""
         return len(self._dead) + len(self._idle)
 
     @property

@@ -68,6 +68,16 @@ async def test_a_copy_that_has_ended_makes_the_worker_unhealthy() -> None:
         assert not engine.responsive
 
 
+async def test_no_drawing_goes_to_a_copy_that_has_ended() -> None:
+    async with ReplicatedEngine(CONFIG.model_copy(update={"data_parallel_size": 2})) as engine:
+        first = engine._engines[0]
+        await first._loop.__aexit__()
+        await eventually(lambda: not first.healthy)
+        drawings = [replace(DRAWING, seed=seed) for seed in range(3)]
+        assert all(await asyncio.gather(*[picture(engine, drawing) for drawing in drawings]))
+        assert [copy.steps for copy in engine._engines] == [0, 9]
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
