@@ -91,9 +91,9 @@ async def test_an_upgrade_whose_caller_has_left_and_that_does_not_fit_ends_nothi
 
 async def test_a_worker_that_was_told_to_stop_when_its_successor_was_ready_drains(worker: Worker) -> None:
     upgrade = await worker.begin()
+    worker.calls.draining = True
     send(worker.keeper, Answer())
     await upgrade
-    worker.calls.draining = True
     later = asyncio.Event()
     asyncio.get_running_loop().call_later(0.0, later.set)
     await later.wait()
