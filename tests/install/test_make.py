@@ -10,7 +10,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 def make(*words: str, folder: Path = ROOT) -> str:
     # Not as a part of the `make test` that may be running these tests.
-    environment = {key: value for key, value in os.environ.items() if not key.startswith(("MAKE", "MFLAGS"))}
+    environment = {key: value for key, value in os.environ.items() if not key.startswith(("MAKE", "MFLAGS", "JOBS"))}
     done = subprocess.run(
         ["make", *words], cwd=folder, env=environment, capture_output=True, text=True, timeout=30, check=True
     )
