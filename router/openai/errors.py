@@ -56,14 +56,17 @@ STATUSES: dict[type[BatonError], int] = {
     Unsupported: 400,
 }
 
-_TYPES = {400: "invalid_request_error", 401: "authentication_error", 403: "permission_error", 404: "not_found_error"}
-_TYPES |= {
+_TYPES = {
+    400: "invalid_request_error",
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
     405: "invalid_request_error",
     409: "conflict_error",
     413: "invalid_request_error",
     415: "invalid_request_error",
+    429: "rate_limit_error",
 }
-_TYPES |= {429: "rate_limit_error"}
 
 # Fields of GenerateRequest by their names in OpenAI's API; the first that fits.
 _RENAMED = (
