@@ -256,9 +256,10 @@ class SimulatedSide:
 
     def _sequence(self, request: int, crossing: Crossing, emitted: int) -> SimulatedSequence:
         prompt, sampling = _prompt(crossing, emitted, request), _sampling(crossing)
-        return SimulatedSequence(
-            prompt, sampling, TokenStream(self.vocabulary, sampling, 0.0, prompt.emitted), BLOCK_TOKENS
-        )
+        stream = TokenStream(self.vocabulary, sampling, 0.0, prompt.emitted)
+        sequence = SimulatedSequence(prompt, sampling, stream, BLOCK_TOKENS)
+        sequence.prepare()
+        return sequence
 
 
 @dataclass
