@@ -72,7 +72,9 @@ async def test_routers_that_are_killed_and_paused_lose_no_stream(
     worker = ("handoff.lease_seconds=2", "drain_seconds=1")
     worker = (*(embedded_worker(tmp_path) if is_embedded else [_SIMULATED]), *worker)
     encode = int(is_embedded)
-    plan = FleetPlan(f"lost-{engine}", shared_etcd.endpoint, worker, _ROUTER, encode, prefill=1, decode=2, routers=2)
+    plan = FleetPlan(
+        f"lost-{engine}", shared_etcd.endpoint, worker, _ROUTER, encode=encode, prefill=1, decode=2, routers=2
+    )
     async with fleet(plan, tmp_path) as running:
         routers = [node for node in running.nodes.values() if node.role == "router"]
         requests = {**any_requests(), **paced_requests(), **(embedded_requests() if is_embedded else {})}
