@@ -185,7 +185,7 @@ class EngineCore:
     def fail_all(self, error: BatonError) -> None:
         """Fails every request with `error`. The step in flight is lost."""
         self.steps.drop_step()
-        self.scheduler.end_promotions()
+        self.scheduler.loans.end_copies()
         for item in [*self.scheduler.running, *self.scheduler.loading, *self.scheduler.waiting]:
             self.abort(item)
             if isinstance(item, TokenSequence):

@@ -157,7 +157,9 @@ class DecodeStream(Generation):
 
     async def lend(self, most_tokens: int) -> LentKv | None:
         """Holds its full blocks. See Generation."""
-        return await lend(self._loop, self._loop.call(lambda core: core.scheduler.lend(self._sequence, most_tokens)))
+        return await lend(
+            self._loop, self._loop.call(lambda core: core.scheduler.loans.lend(self._sequence, most_tokens))
+        )
 
     async def _start(self) -> None:
         if self._submit is not None:

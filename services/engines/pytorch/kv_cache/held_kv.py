@@ -11,7 +11,8 @@ from services.engines.prompt import Retained
 from services.engines.pytorch.core import EngineCore
 from services.engines.pytorch.engine_loop import EngineLoop
 from services.engines.pytorch.sequence import Held, TokenSequence
-from services.engines.pytorch.steps.tier_loads import BlockReservation, LentBlocks
+from services.engines.pytorch.steps.loans import LentBlocks
+from services.engines.pytorch.steps.tier_loads import BlockReservation
 
 
 class HeldPrompt(HeldKv):
@@ -124,7 +125,7 @@ class Loan(LentKv):
         if self._is_over:
             return 0
         self._is_over = True
-        return await self._loop.run_shielded(lambda core: core.scheduler.give_back(self._lent))
+        return await self._loop.run_shielded(lambda core: core.scheduler.loans.give_back(self._lent))
 
 
 async def lend(loop: EngineLoop, holding: Awaitable[LentBlocks | None]) -> Loan | None:
@@ -145,7 +146,7 @@ async def hold_prefix(loop: EngineLoop, hashes: Sequence[bytes]) -> LentBlocks |
     lent: asyncio.Future[LentBlocks | None] = asyncio.get_running_loop().create_future()
 
     def begin(core: EngineCore) -> None:
-        core.scheduler.lend_all(hashes, lambda found: loop.notify(partial(lent.set_result, found)))
+        core.scheduler.loans.lend_all(hashes, lambda found: loop.notify(partial(lent.set_result, found)))
 
     await loop.call(begin)
     return await lent

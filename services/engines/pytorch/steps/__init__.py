@@ -2,6 +2,7 @@
 
 pipeline.py       the steps themselves, one of which may be in flight
 scheduler.py      which sequences take part in the next step, which wait, and which are preempted
-tier_loads.py     sequences that wait for blocks of lower tiers; blocks that are reserved or lent for other workers
+tier_loads.py     sequences that wait for blocks of lower tiers; blocks that are reserved for a pull
+loans.py          blocks that are lent to other workers
 outcomes.py       tokens that are appended and sent, blocks that are cached, sequences that end or are held
 """

@@ -119,7 +119,7 @@ class StepPipeline:
         """
         stuck = {block for sequence in self._scheduler.running for block in sequence.blocks}
         is_going_on = any(sequence.awaits_mask for sequence in self._scheduler.running)
-        is_going_on |= bool(self._scheduler.reserved or self._scheduler.loading or self._scheduler.is_promoting)
+        is_going_on |= bool(self._scheduler.reserved or self._scheduler.loading or self._scheduler.loans.are_copied)
         if not stuck or is_going_on:
             self._stuck_since = None
             return False

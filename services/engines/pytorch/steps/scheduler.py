@@ -2,7 +2,7 @@
 
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -15,12 +15,11 @@ from services.engines.pytorch.kv_cache.tiers.tiers import KvTiers
 from services.engines.pytorch.runners.batch import Chunk
 from services.engines.pytorch.sequence import State, TokenSequence
 from services.engines.pytorch.speculation.drafting import Drafter
+from services.engines.pytorch.steps.loans import BlockLoans
 from services.engines.pytorch.steps.tier_loads import (
     ALL_BLOCKS,
     STEP_BLOCKS,
     BlockReservation,
-    LentBlocks,
-    Promotion,
     TierLoads,
 )
 from services.engines.running import metrics
@@ -100,6 +99,7 @@ class Scheduler:
         self._limits = limits
         self._drafter = drafter
         self._loads = TierLoads(tiers if limits.prefix_cache else None, pool, limits.block_tokens)
+        self.loans = BlockLoans(pool, self._loads, limits.block_tokens, self.kept, self.held, self.running)
         self._last_wait_seconds = 0.0
 
     @property
@@ -151,75 +151,6 @@ class Scheduler:
         sequence.hold = True
         self.kept.add(sequence.blocks)
         self.hold(sequence)
-
-    def lend(self, sequence: TokenSequence, most_tokens: int) -> LentBlocks | None:
-        """Holds a running sequence's full blocks within its first `most_tokens` ids, beside itself."""
-        size = self._limits.block_tokens
-        full = max(0, min(sequence.computed, most_tokens - 1)) // size
-        blocks = tuple(sequence.blocks[:full])
-        if sequence.state is not State.RUNNING or not blocks or not self.kept.may_add(blocks, 0):
-            return None
-        link = sequence.chain.value(sequence.tokens, full * size)
-        return self._lend(LentBlocks(blocks, full * size, sequence.tokens[full * size], link))
-
-    def lend_cached(self, hashes: Sequence[bytes]) -> LentBlocks | None:
-        """Holds the blocks of the longest known prefix of a chain; None if there are none, or too many are held."""
-        blocks = tuple(self._pool.match(hashes))
-        if not blocks or not self._limits.prefix_cache or not self.kept.may_lend(blocks):
-            return None
-        return self._lend(LentBlocks(blocks, len(blocks) * self._limits.block_tokens, 0, hashes[len(blocks) - 1]))
-
-    def lend_all(self, hashes: Sequence[bytes], lent: Callable[[LentBlocks | None], None]) -> None:
-        """Calls `lent` with the blocks of the longest prefix of a chain that is in the pool and in host memory, held as
-        by `lend_cached`: at once, or once those in host memory are copied.
-        """
-        cached = self._pool.match(hashes)
-        contents = self._loads.in_host_memory(hashes[len(cached) :])
-        most = min(self._pool.available_beside(cached) - len(self.running), self.kept.room_to_lend(cached))
-        contents = contents[: max(0, most)]
-        if not contents:
-            lent(self.lend_cached(hashes))
-            return
-        self._pool.share(cached)
-        new = self._pool.allocate(len(contents))
-        if there := self._loads.still_there(contents):
-            self._loads.promote(there, cached, new, partial(self._lend_promoted, hashes, lent))
-            return
-        # What was evicted for the copies has taken their place in host memory.
-        self._pool.release([*cached, *new])
-        lent(self.lend_cached(hashes))
-
-    def _lend_promoted(
-        self, hashes: Sequence[bytes], lent: Callable[[LentBlocks | None], None], promotion: Promotion, copied: int
-    ) -> None:
-        blocks = (*promotion.cached, *promotion.new[:copied])
-        if blocks and self.kept.may_lend(blocks):
-            lent(self._lend(LentBlocks(blocks, len(blocks) * self._limits.block_tokens, 0, hashes[len(blocks) - 1])))
-        else:
-            lent(None)
-        self._pool.release([*promotion.cached, *promotion.new])
-
-    def end_promotions(self) -> None:
-        """Ends the loads of blocks for loans."""
-        self._loads.end_promotions()
-
-    @property
-    def is_promoting(self) -> bool:
-        """True if blocks are being loaded for a loan."""
-        return bool(self._loads.promotions)
-
-    def _lend(self, lent: LentBlocks) -> LentBlocks:
-        self._pool.share(lent.block_ids)
-        self.kept.add(lent.block_ids)
-        self.held.update(lent.block_ids)
-        return lent
-
-    def give_back(self, lent: LentBlocks) -> int:
-        """Ends the loan of blocks; returns how many."""
-        self.kept.remove(lent.block_ids)
-        uncount(self.held, lent.block_ids)
-        self._pool.release(lent.block_ids)
-        return len(lent.block_ids)
 
     def add_reserved(self, reservation: BlockReservation, sequence: TokenSequence) -> None:
         """Moves the filled blocks of a reservation to the sequence, which then runs."""

@@ -1,6 +1,6 @@
 """The sequences that wait for blocks of tiers below the pool, and the unfinished blocks of those that are preempted.
 
-Blocks that a request of another worker has here: reserved for KV that it pulls, or lent to it to read.
+Blocks that are reserved for KV of another worker.
 """
 
 from collections.abc import Callable, Sequence
@@ -259,16 +259,3 @@ class BlockReservation:
         """Empties its table. Returns the blocks."""
         blocks, self.blocks = self.blocks, []
         return blocks
-
-
-@dataclass(frozen=True, slots=True)
-class LentBlocks:
-    """Full blocks, of a running sequence or of the prefix cache, that others may read, with references of its own.
-
-    `next_token` is that of the sequence.
-    """
-
-    block_ids: tuple[int, ...]
-    num_tokens: int
-    next_token: int
-    prefix_hash: bytes
