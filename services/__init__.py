@@ -1,6 +1,7 @@
 """The worker: `python -m services CONFIG`.
 
 encode.py prefill.py decode.py embed.py diffuse.py   one role each: servicer, logic and conversion
+decode_work.py                   the work of a decode, as its request describes it
 control.py                       what every worker answers: model, load, abort, drain
 server.py                        the start-up of a worker, in order
 worker.py                        a worker that serves: health, supervision, drain

@@ -7,7 +7,6 @@ from functools import partial
 from typing import Any
 
 from baton.engine.v1 import decode_pb2, decode_pb2_grpc
-from baton.errors import InvalidRequest
 from baton.inference.v1 import timing_pb2
 from engine_protocol.lane import SendTokens, TokenReply
 from rpc.auth.caller import certificate
@@ -15,38 +14,36 @@ from rpc.metadata import remaining_seconds
 from rpc.server import Service
 from rpc.tracing.span import current_span, optional_attempt
 from runtime.clock import perf_counter
+from services.decode_work import DecodeWork, RequestReader
 from services.engines.answer import Finished, FinishReason, Tokens
 from services.engines.base import Engine
 from services.engines.journal.journal import RecoveredDecode
-from services.engines.journal.slots import Slot
-from services.engines.kv import PulledKv, Reservation
+from services.engines.kv import PulledKv
 from services.engines.prompt import Prompt, Sampling
 from services.engines.running.generation import Generation
 from services.handoff import spans as traces
-from services.handoff.borrowing import PrefixBorrower, PrefixSource, read_source
+from services.handoff.borrowing import PrefixBorrower
 from services.handoff.destinations import Allocator
 from services.handoff.fetcher import Fetcher
 from services.handoff.leases import LeaseTable
 from services.handoff.prefetch import Followed, read_followed
 from services.handoff.pull import Puller
-from services.handoff.remote_handoff import Handoff, read_handoff
+from services.handoff.remote_handoff import read_handoff
 from services.handoff.service import release_if_undelivered
 from services.identity import Identity
 from services.moving.running import RunningDecode, RunningDecodes
 from services.moving.warming import Warmer
-from services.multimodal.media_resolver import MediaResolver
-from services.multimodal.media_spans import read_spans
 from services.parts import WorkerParts
 from services.requests.calls import Calls, RunningCall
 from services.requests.decoded import Accepted, Yielded, response, tokens_response
 from services.requests.fault_injection import NO_FAULTS, Faults, Metadata
 from services.requests.loras import require_lora, using_lora
-from services.requests.prompts import check_limits, read_prompt, read_sampling
+from services.requests.prompts import check_limits, read_sampling
 from services.resume.stream import KeptStream
 from services.resume.streams import KeptStreams, attached, require_later
-from services.resume.takeover import LeftStream, no_slot, release
+from services.resume.takeover import LeftStream, release
 from services.telemetry import metrics
-from services.telemetry.timings import CallClock, DecodeClock
+from services.telemetry.timings import DecodeClock
 
 SERVICE_NAME = decode_pb2.DESCRIPTOR.services_by_name["DecodeService"].full_name
 
@@ -58,7 +55,7 @@ class DecodeServicer(decode_pb2_grpc.DecodeServiceServicer):
         self,
         identity: Identity,
         calls: Calls,
-        media: MediaResolver,
+        requests: RequestReader,
         decoder: "Decoder | None",
         kept: KeptStreams,
         decodes: RunningDecodes,
@@ -69,21 +66,21 @@ class DecodeServicer(decode_pb2_grpc.DecodeServiceServicer):
         self._leases = leases
         self._identity = identity
         self._calls = calls
-        self._media = media
+        self._requests = requests
         self._decoder = decoder
 
     async def Allocate(self, request: decode_pb2.AllocateRequest, context: Any) -> decode_pb2.AllocateResponse:
         with self._calls.run("decode", request.request_id, request.model, context.invocation_metadata()) as call:
             assert self._decoder is not None
             call.stage = timing_pb2.STAGE_HANDOFF_WAIT
-            prompt = await self._without_pulls(request)
+            prompt = await self._requests.prompt(request)
             return await self._decoder.allocator.allocate(request, prompt, read_sampling(request.sampling), context)
 
     async def Prefetch(self, request: decode_pb2.PrefetchRequest, context: Any) -> decode_pb2.PrefetchResponse:
         metadata = context.invocation_metadata()
         with optional_attempt(), self._calls.run("prefetch", request.request_id, request.model, metadata) as call:
             assert self._decoder is not None
-            prompt = await self._without_pulls(request)
+            prompt = await self._requests.prompt(request)
             return await self._decoder.prefetch(read_followed(request), prompt, call)
 
     # Writes instead of yielding: a call that is stopped while it writes is then stopped within `run`.
@@ -95,7 +92,7 @@ class DecodeServicer(decode_pb2_grpc.DecodeServiceServicer):
             return
         with self._run(request, context.invocation_metadata()) as call:
             assert self._decoder is not None
-            work = await self._read(request, call.clock)
+            work = await self._requests.work(request, call.clock)
             reply: TokenReply = context.reply()
             send = partial(reply.write_from, message_of=tokens_response)
             async with aclosing(self._decoder.decode(work, call, send)) as events:
@@ -143,20 +140,9 @@ class DecodeServicer(decode_pb2_grpc.DecodeServiceServicer):
             assert self._decoder is not None
             await call.faults.inject("warm")
             call.faults = NO_FAULTS  # the others are planned for the decode
-            prompt = await self._without_pulls(request)
+            prompt = await self._requests.prompt(request)
             num_bytes = await self._decoder.warmer.warm(read_handoff(request.handoff), prompt, call)
         return decode_pb2.WarmResponse(num_bytes=num_bytes)
-
-    async def _without_pulls(
-        self,
-        request: decode_pb2.AllocateRequest
-        | decode_pb2.DecodeRequest
-        | decode_pb2.PrefetchRequest
-        | decode_pb2.WarmRequest,
-    ) -> Prompt:
-        """The prompt with the embeddings that the request contains."""
-        given = await read_prompt(request, self._media.facts)
-        return self._media.with_inline_embeddings(given, read_spans(request.prompt))
 
     def _readers(self, request: decode_pb2.YieldRequest | decode_pb2.LendBlocksRequest) -> frozenset[str]:
         """The certificates that may read a decode's KV, this worker's too; any caller may, if there are none."""
@@ -173,7 +159,7 @@ class DecodeServicer(decode_pb2_grpc.DecodeServiceServicer):
 
     async def _run_kept(self, request: decode_pb2.DecodeRequest, metadata: Metadata, stream: KeptStream) -> None:
         with self._run(request, metadata) as call:
-            await self._generate(stream, await self._read(request, call.clock), call)
+            await self._generate(stream, await self._requests.work(request, call.clock), call)
 
     def take_over(self, recovered: Sequence[RecoveredDecode]) -> None:
         """Goes on with the kept decodes that the worker's last process has left."""
@@ -187,14 +173,14 @@ class DecodeServicer(decode_pb2_grpc.DecodeServiceServicer):
                 reservation = left.reservation()
                 if reservation is None:
                     await release(left.decode)
-                prompt = await self._without_pulls(left.request)
+                prompt = await self._requests.prompt(left.request)
                 sampling = read_sampling(left.request.sampling)
                 work = DecodeWork(stream.kept.request_id, prompt, sampling, None, reservation=reservation)
                 await self._generate(stream, work, call)
         finally:
             await release(left.decode)
 
-    async def _generate(self, stream: KeptStream, work: "DecodeWork", call: RunningCall) -> None:
+    async def _generate(self, stream: KeptStream, work: DecodeWork, call: RunningCall) -> None:
         assert self._decoder is not None
         work = replace(work, open_slot=partial(self._kept.slot_for, stream))
         async with aclosing(self._decoder.decode(work, call, stream.send)) as events:
@@ -215,18 +201,6 @@ class DecodeServicer(decode_pb2_grpc.DecodeServiceServicer):
         is_return = request.HasField("handoff") and (request.handoff.worker_id, request.handoff.epoch) == own
         return self._calls.run("decode", request.request_id, request.model, metadata, is_return=is_return)
 
-    async def _read(self, request: decode_pb2.DecodeRequest, clock: CallClock) -> "DecodeWork":
-        sampling = read_sampling(request.sampling)
-        if request.HasField("handoff"):
-            prompt = await self._without_pulls(request)
-            handoff = read_handoff(request.handoff)
-            return DecodeWork(request.request_id, prompt, sampling, handoff, request.destination_id)
-        if request.destination_id:
-            raise InvalidRequest.of("destination_id", "comes without a handoff")
-        given = await read_prompt(request, self._media.facts)
-        prompt = await self._media.with_embeddings(given, read_spans(request.prompt), clock)
-        return DecodeWork(request.request_id, prompt, sampling, handoff=None, source=read_source(request))
-
 
 @asynccontextmanager
 async def open_service(parts: WorkerParts) -> AsyncIterator[Service]:
@@ -242,25 +216,11 @@ async def open_service(parts: WorkerParts) -> AsyncIterator[Service]:
             allocator = Allocator(engine, worker.identity, worker.leases)
             decoder = Decoder(engine, puller, fetcher, allocator, parts.decodes, parts.borrower)
         servicer = DecodeServicer(
-            worker.identity, parts.calls, parts.media, decoder, worker.kept, parts.decodes, worker.leases
+            worker.identity, parts.calls, RequestReader(parts.media), decoder, worker.kept, parts.decodes, worker.leases
         )
         if engine is not None:
             servicer.take_over(engine.pop_recovered())
         yield Service(SERVICE_NAME, decode_pb2_grpc.add_DecodeServiceServicer_to_server, servicer)
-
-
-@dataclass(frozen=True, slots=True)
-class DecodeWork:
-    """A request to decode. Without a handoff its prompt is computed here."""
-
-    request_id: str
-    prompt: Prompt
-    sampling: Sampling
-    handoff: Handoff | None
-    destination_id: str = ""  # blocks that were allocated for it before; empty without them
-    source: PrefixSource | None = None  # another worker that may have the beginning of the prompt
-    reservation: Reservation | None = None  # what the worker's last process has computed of it
-    open_slot: Callable[[], Slot | None] = no_slot  # in the journal, before it begins
 
 
 @dataclass(frozen=True, slots=True)
