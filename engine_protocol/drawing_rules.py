@@ -1,4 +1,4 @@
-"""Checks of what is to be drawn, by routers before a request and by workers again."""
+"""The rules for pictures and clips that a request asks for. Routers check them first, workers again."""
 
 from baton.inference.v1 import image_pb2, model_pb2, video_pb2
 from rpc.violations import Violations

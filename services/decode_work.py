@@ -49,7 +49,7 @@ class RequestReader:
         return self.media.with_inline_embeddings(given, read_spans(request.prompt))
 
     async def work(self, request: decode_pb2.DecodeRequest, clock: CallClock) -> DecodeWork:
-        """What to decode, with all embeddings of a prompt that is computed here; `clock` gets their time."""
+        """The work of a decode, with all embeddings if its prompt is computed here; `clock` gets their time."""
         sampling = read_sampling(request.sampling)
         if request.HasField("handoff"):
             prompt = await self.prompt(request)

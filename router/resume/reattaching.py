@@ -55,9 +55,7 @@ async def _attach(state: ExecutionState, worker: WorkerHandle, emitted: int) -> 
         secret=keep.handle.secret,
         owner_sha256=owner_of(state.ctx),
         from_tokens=emitted,
-        # A client that counts goes on counting; of one that does not, no number is known.
-        attempt=keep.attempt or 0,
-        again=keep.attempt != 0,
+        attachment=state.calls.reader,
     )
     call: Any = worker.decode.Attach(asked, timeout=state.ctx.deadline.remaining_seconds)
     is_attached = False

@@ -38,7 +38,7 @@ class Conversation:
 
     @property
     def look_seconds(self) -> float | None:
-        """The time until `looks_hung` is to be asked, unless the worker says something; None after the end."""
+        """The seconds until `looks_hung` may become true; None after the end."""
         if self._socket.fileno() < 0:
             return None
         return max(0.0, (self._ready_by if self._patience is None else self._look_at) - monotonic())

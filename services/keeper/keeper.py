@@ -153,7 +153,7 @@ class _Life:
 
     @property
     def _seconds(self) -> float | None:
-        """The time until something is to be looked at."""
+        """The seconds until the keeper has to act without a message; None if nothing is due."""
         if self._is_killed:
             return None
         if self._end_by is not None:

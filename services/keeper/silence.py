@@ -9,7 +9,7 @@ from dataclasses import dataclass
 class Silence:
     """The seconds since a process has last given a sign of life; time in which it waited for a processor is left out.
 
-    A machine that is busy makes every worker late: to kill it would lose what it does, and help nobody.
+    On a busy machine every worker is late; killing one would lose its work and make the machine no faster.
     """
 
     def __init__(self, pid: int) -> None:

@@ -10,7 +10,7 @@ _KV, _WEIGHTS = "kv", "weights"
 class SuccessorsMemory:
     """Kept memory as the next process sees it.
 
-    It loads all that it can while the worker serves: it gets the weights, which nobody changes, if they are the ones
+    It loads all that it can while the worker serves: it gets the weights, which are never written, if they are the ones
     that it needs, and what it wants kept or freed has to wait. Once it asks for the KV, it waits for the worker to end:
     then it `is_ready`, or `problem` says why it cannot take over.
     """

@@ -208,8 +208,8 @@ class KeptStreams:
     def require_reader(self, request_id: str, attachment: int) -> None:
         """Raises StreamAdopted unless the stream, if it is kept, has this reader."""
         entry = self._entries.get(request_id)
-        if entry is not None and entry.stream.attachment != attachment:
-            raise StreamAdopted("another router has taken the answer over")
+        if entry is not None:
+            _require_last(entry.stream, attachment)
 
     def settle(self, request: decode_pb2.SettleRequest) -> None:
         """Ends the generation of a stream, or forgets all of it."""
@@ -369,12 +369,20 @@ def attached(stream: KeptStream, request: decode_pb2.AttachRequest) -> decode_pb
 def require_later(stream: KeptStream, request: decode_pb2.AttachRequest) -> None:
     """Raises StaleAttempt unless its attempt is above that of the last Attach; 0 is the next one, whatever came before.
 
-    Of a router that reads it `again`, it is that of the last Attach.
+    The reader that goes on after its worker's process was lost makes no attempt. Raises StreamAdopted if it was not the
+    last one.
     """
-    attempt, is_counted = request.attempt, request.again or request.attempt
-    if is_counted and attempt < stream.attempt + (0 if request.again else 1):
-        raise StaleAttempt(f"attempt {attempt} comes after attempt {stream.attempt}")
-    stream.attempt = attempt if is_counted else stream.attempt + 1
+    if request.attachment:
+        _require_last(stream, request.attachment)
+        return
+    if request.attempt and request.attempt <= stream.attempt:
+        raise StaleAttempt(f"attempt {request.attempt} comes after attempt {stream.attempt}")
+    stream.attempt = request.attempt or stream.attempt + 1
+
+
+def _require_last(stream: KeptStream, attachment: int) -> None:
+    if stream.attachment != attachment:
+        raise StreamAdopted("another router has taken the answer over")
 
 
 def _add_logprobs(stream: KeptStream, start: int, message: decode_pb2.DecodeAttached) -> None:

@@ -1,4 +1,4 @@
-"""What the choice of the next request takes, among many tenants."""
+"""The cost of choosing the next request among many tenants."""
 
 import math
 import time

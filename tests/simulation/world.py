@@ -355,7 +355,7 @@ class World:
             return ()
         peers = [self.hosts[name].path.peers for name in self.plan.fleet.router_names]
         return [
-            f"nobody lends the quota of {tenant}"
+            f"no router lends the quota of {tenant}"
             for tenant in TENANTS
             if all(one is not None and one.lends_since(tenant) is None for one in peers)
         ]

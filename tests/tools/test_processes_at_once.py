@@ -1,4 +1,4 @@
-"""How many processes `make test` uses, where nobody says."""
+"""The number of processes that `make test` uses by default."""
 
 import pytest
 from support import at_once

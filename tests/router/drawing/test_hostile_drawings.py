@@ -1,4 +1,4 @@
-"""What a stranger may send for pictures, to a router and past it to a worker, and what large pictures do."""
+"""Hostile requests for pictures, to a router and directly to a worker; very large pictures."""
 
 import asyncio
 import io
@@ -67,7 +67,7 @@ async def test_a_picture_of_many_megabytes_arrives_whole_and_a_small_one_after_i
             assert len(picture.data) > width * height
 
 
-async def test_fields_that_nobody_knows_are_let_pass_by_grpc_and_named_by_http() -> None:
+async def test_unknown_fields_are_ignored_by_grpc_and_named_by_http() -> None:
     options = image_pb2.ImageOptions(prompt="x", steps=2)
     known = image_pb2.ImageServiceGenerateRequest(options=options).SerializeToString()
     async with openai_bench(F1) as running, open_channel(running.address) as channel:

@@ -1,4 +1,4 @@
-"""What kept answers take, and when they go."""
+"""The memory of kept answers, and the time at which it is freed."""
 
 import asyncio
 import gc

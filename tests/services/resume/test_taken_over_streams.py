@@ -18,7 +18,7 @@ from support.servers.etcd import free_port
 
 from baton.calls import stream, unary
 from baton.engine.v1 import decode_pb2, handoff_pb2
-from baton.errors import PositionInvalid, StaleAttempt, StaleEpoch, StreamLost
+from baton.errors import PositionInvalid, StaleAttempt, StaleEpoch, StreamAdopted, StreamLost
 
 _ENGINE = "engine={kind: pytorch, model: models/demo, execution: fused, threads: 1, kv_cache_bytes: 16MiB}"
 _SECRET, _OWNER, _BEGUN = b"s" * 16, sha256(b"owner").digest(), 5
@@ -111,13 +111,13 @@ async def test_a_kept_decode_is_attached_to_in_the_next_process(worker: Kept) ->
         # Its end, and its last reader, outlive the next process too.
         await worker.kill()
     async with calls_to(worker.process.address) as calls:
-        # A router that goes on reading after the loss counts as no attempt of the client.
-        for stale in ({"attempt": 3, "again": True}, {"attempt": 0, "again": True}):
-            with pytest.raises(StaleAttempt):
-                await _attach(calls, "plain", **stale)
-        for _ in range(2):
-            same, nothing, _ = await _attach(calls, "plain", attempt=4, again=True)
-            assert (list(same.token_ids), nothing) == (expected, [])
+        # The last reader goes on after the loss, which counts as no attempt of the client. One before it does not.
+        for stale in (1, 3):
+            with pytest.raises(StreamAdopted):
+                await _attach(calls, "plain", attachment=stale)
+        for last in (2, 3):
+            same, nothing, _ = await _attach(calls, "plain", attachment=last)
+            assert (list(same.token_ids), nothing, same.attachment) == (expected, [], last + 1)
     async with calls_to(worker.process.address) as calls:
         with pytest.raises(StaleAttempt):
             await _attach(calls, "plain", attempt=4)

@@ -31,7 +31,7 @@ class Recovers(Invariant):
                 self.problem(f"{result.name}: a request in quiet took {seconds:.2f} s")
 
     def _seconds_in_turn(self) -> float:
-        """How long those in quiet may wait for one another, where places are few."""
+        """The seconds that requests of the quiet time may wait for one another where places are few."""
         fleet = self.world.plan.fleet
         if not fleet.max_running:
             return 0.0
