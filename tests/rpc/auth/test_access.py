@@ -170,16 +170,30 @@ async def test_everybody_may_ask_for_the_health_unless_it_is_closed(tokens_file:
 
 
 async def test_reflection_needs_a_token_of_any_role(access: Access) -> None:
+    def ask_for_services(stub: reflection_pb2_grpc.ServerReflectionStub, *metadata: tuple[str, str]) -> int:
+        request = reflection_pb2.ServerReflectionRequest(list_services="")
+        [answer] = stub.ServerReflectionInfo(iter([request]), metadata=metadata, timeout=60)
+        return len(answer.list_services_response.service)
+
+    async with serving(access) as server:
+        with grpc.insecure_channel(server.address) as channel:
+            stub = reflection_pb2_grpc.ServerReflectionStub(channel)
+            with pytest.raises(grpc.RpcError) as caught:
+                await asyncio.to_thread(ask_for_services, stub)
+            assert caught.value.code() is grpc.StatusCode.UNAUTHENTICATED
+            assert await asyncio.to_thread(ask_for_services, stub, *bearer(ADMIN))
+
+
+@pytest.mark.skipif(SERVER_KIND == "grpcio", reason="grpcio's server does not wait for the client's first message")
+async def test_a_refusal_of_a_stream_does_not_meet_the_client_while_it_writes(access: Access) -> None:
+    # It would be INTERNAL: a write of grpcio's client that fails takes the place of the status.
     request = reflection_pb2.ServerReflectionRequest(list_services="")
     async with serving(access) as server, open_channel(server.address) as channel:
         stub = reflection_pb2_grpc.ServerReflectionStub(channel)
-        # Often: a refusal can meet the client while it writes.
         for _ in range(30):
             with pytest.raises(aio.AioRpcError) as caught:
                 await stub.ServerReflectionInfo(iter([request]), timeout=60).read()
             assert caught.value.code() is grpc.StatusCode.UNAUTHENTICATED
-        answer = await stub.ServerReflectionInfo(iter([request]), metadata=bearer(ADMIN), timeout=60).read()
-        assert answer.list_services_response.service
 
 
 async def test_without_a_configuration_no_caller_needs_credentials() -> None:
