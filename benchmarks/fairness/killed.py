@@ -62,7 +62,8 @@ class EightRouters:
         self.live[name] = _Router(pid, inference_service_pb2_grpc.InferenceServiceStub(channel))
 
     async def kill_in_turn(self) -> None:
-        """Kills one router after another, until cancelled."""
+        """Kills one router after another once the fleet has warmed up, until cancelled."""
+        await asyncio.sleep(_WARM_SECONDS)
         for number in range(1000):
             await asyncio.sleep(_APART_SECONDS - _DOWN_SECONDS)
             name = f"r{number % ROUTERS}"
@@ -71,8 +72,9 @@ class EightRouters:
             await asyncio.sleep(_DOWN_SECONDS)
             await self.start(name)
 
-    async def send(self, seconds: float, began: float) -> None:
-        """Sends the demand of all tenants for some time."""
+    async def send(self, seconds: float) -> None:
+        """Sends the demand of all tenants for some time, without a pause, which would leave quota unused."""
+        began = time.monotonic()
         await asyncio.gather(*(self._send(tenant, seconds, began) for tenant in LOADS))
 
     async def _send(self, tenant: str, seconds: float, began: float) -> None:
@@ -109,10 +111,8 @@ async def measure_quota(bars: Bars, seconds: float, *, kills: bool) -> None:
         await received(workers)
         fleet = EightRouters(stack, folder)
         await asyncio.gather(*(fleet.start(f"r{number}") for number in range(ROUTERS)))
-        began = time.monotonic()
-        await fleet.send(_WARM_SECONDS, began)
         killing = [asyncio.create_task(fleet.kill_in_turn())] if kills else []
-        await fleet.send(seconds, began)
+        await fleet.send(_WARM_SECONDS + seconds)
         for task in killing:
             task.cancel()
         await asyncio.gather(*killing, return_exceptions=True)

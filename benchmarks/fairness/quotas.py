@@ -49,8 +49,8 @@ class Uses:
     failed: int = 0  # for another reason: their router was killed
 
     def within(self, begin: float, end: float) -> int:
-        """Those that were sent in a time."""
-        return sum(begin <= sent < end for sent, _ in self.passed)
+        """Those that were answered in a time: requests that wait at its begin use the quota in it."""
+        return sum(begin <= answered < end for _, answered in self.passed)
 
     def worst(self, quota: Quota, units: float, rate: float) -> tuple[float, float]:
         """The largest part of `rate * W + burst` in any window W, and that of what has surely passed in it.
