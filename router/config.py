@@ -1,6 +1,6 @@
 """The router's configuration. deploy/config/router.yaml is an example with the defaults."""
 
-from typing import Literal
+from typing import Annotated, Literal, TypeAlias
 
 from pydantic import Field
 
@@ -76,11 +76,15 @@ class QuotaConfig(Section):
     concurrent: int = Field(default=0, ge=0)  # running and waiting requests
 
 
+# As requests name them: another name would be no tenant's.
+TenantName: TypeAlias = Annotated[str, Field(max_length=128, pattern=r"^[ -~]*$")]
+
+
 class QuotasConfig(Section):
     """The quotas of named tenants, and the default for each other tenant."""
 
     default: QuotaConfig = QuotaConfig()
-    tenants: dict[str, QuotaConfig] = Field(default_factory=dict)
+    tenants: dict[TenantName, QuotaConfig] = Field(default_factory=dict)
     unreachable: Literal["refuse", "allow"] = Field(
         default="refuse", description="What to do when no router has lent a tenant's quota for longer."
     )

@@ -2,6 +2,7 @@
 
 import asyncio
 import gc
+import json
 import math
 import random
 from dataclasses import replace
@@ -112,6 +113,14 @@ def test_quotas_that_are_no_rates_are_refused_by_the_path_of_their_key(
 )
 def test_other_limits_that_make_no_sense_are_refused_by_their_path(path: str, value: object, tmp_path: Path) -> None:
     _assert_refused(path, value, tmp_path)
+
+
+@pytest.mark.parametrize("name", ["t\u00e4nt", "x" * 129, "two\nlines", "\u202eshop"])
+def test_a_quota_of_a_name_that_no_request_can_have_is_refused(name: str, tmp_path: Path) -> None:
+    file = tmp_path / "router.yaml"
+    file.write_text(json.dumps({"quotas": {"tenants": {name: {"concurrent": 1}}}}))
+    with pytest.raises(ConfigError, match=r"quotas\.tenants\."):
+        load(RouterConfig, file)
 
 
 def _assert_refused(path: str, value: object, folder: Path) -> None:
