@@ -150,7 +150,8 @@ class AdmissionController:
     async def _track_tenant(self, ctx: RequestContext, requests: int) -> AsyncIterator[None]:
         async with AsyncExitStack() as tracking:
             try:
-                await tracking.enter_async_context(self.quotas.track(ctx.qos.account, ctx.stats, requests))
+                remaining = ctx.deadline.remaining_seconds
+                await tracking.enter_async_context(self.quotas.track(ctx.qos.account, ctx.stats, requests, remaining))
             except (QuotaExceeded, QuotaUnavailable):
                 # A refused request has gone through this stage; others go on to be validated in it.
                 with ctx.stats.timings.measure(timing_pb2.STAGE_ADMISSION):
@@ -203,7 +204,7 @@ class AdmissionController:
         if self.quotas.is_unlimited:
             await self._take_place(ctx, estimate, queue, ticket, predicts)
             return
-        async with self.quotas.charge(ctx.qos.account, estimate.prompt_tokens):
+        async with self.quotas.charge(ctx.qos.account, estimate.prompt_tokens, ctx.deadline.remaining_seconds):
             await self._take_place(ctx, estimate, queue, ticket, predicts)
 
     async def _take_place(

@@ -1,5 +1,6 @@
 """The other routers of a fleet, as admission control sees them: who is the home of what, and what it lends."""
 
+import asyncio
 from typing import Protocol
 
 from baton.engine.v1 import peer_pb2
@@ -29,6 +30,9 @@ class Peers(Protocol):
 
     def lends_since(self, key: str) -> float | None:
         """Since when this router has been the only one that lends a tenant's quota; None if it does not lend."""
+
+    def next_change(self) -> asyncio.Event:
+        """An event that is set when another router may begin to lend, as far as this one knows."""
 
     async def lend(self, home: str, ask: peer_pb2.QuotaAsk) -> peer_pb2.QuotaLoan:
         """Asks another router for a part of a quota. Raises a BatonError if it does not answer soon."""
@@ -62,6 +66,10 @@ class NoPeers:
         """Always."""
         del key
         return float("-inf")
+
+    def next_change(self) -> asyncio.Event:
+        """Never set."""
+        return asyncio.Event()
 
     async def lend(self, home: str, ask: peer_pb2.QuotaAsk) -> peer_pb2.QuotaLoan:
         """Raises Unavailable."""

@@ -2,6 +2,8 @@
 
 import asyncio
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from baton.engine.v1 import peer_pb2
@@ -26,7 +28,20 @@ class Line:
 
     turn: asyncio.Lock = field(default_factory=asyncio.Lock)  # of the first one, until it has got or not got it
     length: int = 0
+    ahead_seconds: float = 0.0  # in which the quota allows what all of them need
     refusal: peer_pb2.QuotaLoan | None = None  # of the first one, while it waits for a bucket to fill
+    refills_at: float = 0.0  # when that has enough for it
+
+    @contextmanager
+    def join(self, seconds: float) -> Iterator[None]:
+        """Counts a request while the context is open. Its need takes the quota so many seconds."""
+        self.length += 1
+        self.ahead_seconds += seconds
+        try:
+            yield
+        finally:
+            self.length -= 1
+            self.ahead_seconds = self.ahead_seconds - seconds if self.length else 0.0
 
 
 @dataclass(slots=True, eq=False)

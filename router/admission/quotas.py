@@ -12,13 +12,13 @@ from dataclasses import astuple
 from itertools import islice
 
 from baton.engine.v1 import peer_pb2
-from baton.errors import BatonError, QuotaExceeded, QuotaUnavailable
+from baton.errors import BatonError
 from router.admission.ledger import LOAN_SECONDS, THIS_ROUTER, Ledger
 from router.admission.peers import ALONE, Peers
+from router.admission.quota_lines import SOON_SECONDS, QuotaLines, refusal_seconds
 from router.admission.quota_state import NOTHING, QuotaNeed, TenantQuota
 from router.config import QuotaConfig, QuotasConfig
 from router.routing.latency import Clock
-from router.telemetry import metrics
 from router.telemetry.stats import RequestStats
 from runtime.clock import monotonic
 
@@ -29,15 +29,7 @@ _CHUNK_SECONDS = 0.1  # of its demand, which a router borrows beside what it nee
 _SETTLE_SECONDS = 0.25  # until what was used beyond a loan is told
 _MOST_SETTLED = 1024  # tenants at once
 _COUNT_SECONDS = 2.0  # after which the number of running requests is told again
-_SOON_SECONDS = 2.0  # in which another router lends, if one does at all: requests wait so long, also for its bucket
-_RETRY_SECONDS = 0.1  # between two looks for it
 _REFUSED_SECONDS = 0.05  # for which a refusal, or that no router lends, is repeated without asking
-_WHY = {
-    peer_pb2.QUOTA_KIND_REQUESTS: "the rate of requests is exceeded",
-    peer_pb2.QUOTA_KIND_TOKENS: "the rate of tokens is exceeded by a prompt of {}",
-    peer_pb2.QUOTA_KIND_CONCURRENT: "as many requests are running as may",
-}
-_LONGEST_RETRY_SECONDS = 3600.0  # whatever a home says
 _NO_QUOTA = QuotaConfig()
 _GRANTED = peer_pb2.QuotaLoan(granted=True)
 _UNLIMITED: AbstractAsyncContextManager[None] = nullcontext()
@@ -51,14 +43,14 @@ class Quotas:
         config: QuotasConfig,
         clock: Clock = monotonic,
         peers: Peers = ALONE,
-        wait_seconds: float = _SOON_SECONDS,
+        wait_seconds: float = SOON_SECONDS,
     ) -> None:
         self.ledger = Ledger(config, clock)
         self.is_unlimited = config.are_none  # for every tenant
         self._config = config
         self._clock = clock
         self._peers = peers
-        self._wait_seconds = wait_seconds
+        self._lines = QuotaLines(self._borrow, config, clock, peers, wait_seconds)
         self._tenants: OrderedDict[str, TenantQuota] = OrderedDict()  # least recently seen first
         self._unsettled: dict[str, TenantQuota] = {}
         self._running: dict[str, TenantQuota] = {}  # those whose number of running requests is limited
@@ -69,18 +61,21 @@ class Quotas:
         """The number of remembered tenants."""
         return max(len(self._tenants), self.ledger.remembered)
 
-    def track(self, name: str, stats: RequestStats, requests: int = 1) -> AbstractAsyncContextManager[None]:
-        """Counts a request of a tenant, and at its end the generated tokens. Raises QuotaExceeded, QuotaUnavailable.
+    def track(
+        self, name: str, stats: RequestStats, requests: int = 1, within_seconds: float = math.inf
+    ) -> AbstractAsyncContextManager[None]:
+        """Counts a request of a tenant, and at its end the generated tokens. Raises QuotaExceeded, QuotaUnavailable:
+        soon enough for a caller that waits for `within_seconds` to hear of it.
 
         One that goes on with an answer counts as running, and as 0 `requests`.
         """
-        return _UNLIMITED if self.is_unlimited else self._track(name, stats, requests)
+        return _UNLIMITED if self.is_unlimited else self._track(name, stats, requests, within_seconds)
 
     @asynccontextmanager
-    async def _track(self, name: str, stats: RequestStats, requests: int) -> AsyncIterator[None]:
+    async def _track(self, name: str, stats: RequestStats, requests: int, within_seconds: float) -> AsyncIterator[None]:
         tenant, running = self._find(name), 0
         try:
-            await self._use(tenant, QuotaNeed(requests=requests, beginning=1))
+            await self._lines.use(tenant, QuotaNeed(requests=requests, beginning=1), within_seconds)
             # Not before: a request that waits does not run. Nothing is awaited between its loan and this.
             running = 1
             tenant.running += running
@@ -93,14 +88,16 @@ class Quotas:
                 self._running.pop(name, None)
             self._note_spent(tenant, max(0, stats.completion_tokens - stats.charged_tokens))
 
-    def charge(self, name: str, prompt_tokens: int) -> AbstractAsyncContextManager[None]:
-        """Takes a prompt's tokens, and gives them back if the body fails. Raises QuotaExceeded, QuotaUnavailable."""
-        return _UNLIMITED if self.is_unlimited else self._charge(name, prompt_tokens)
+    def charge(
+        self, name: str, prompt_tokens: int, within_seconds: float = math.inf
+    ) -> AbstractAsyncContextManager[None]:
+        """Takes a prompt's tokens, and gives them back if the body fails. Raises as `track`."""
+        return _UNLIMITED if self.is_unlimited else self._charge(name, prompt_tokens, within_seconds)
 
     @asynccontextmanager
-    async def _charge(self, name: str, prompt_tokens: int) -> AsyncIterator[None]:
+    async def _charge(self, name: str, prompt_tokens: int, within_seconds: float) -> AsyncIterator[None]:
         tenant = self._find(name)
-        await self._use(tenant, QuotaNeed(tokens=prompt_tokens))
+        await self._lines.use(tenant, QuotaNeed(tokens=prompt_tokens), within_seconds)
         is_done = False
         try:
             yield
@@ -148,37 +145,6 @@ class Quotas:
                 yield name, requests.level if requests.rate else None, tokens.level if tokens.rate else None
 
     # One use.
-
-    async def _use(self, tenant: TenantQuota, need: QuotaNeed) -> None:
-        """Uses what is lent, or asks for it. Raises QuotaExceeded and QuotaUnavailable."""
-        if not tenant.is_limited:
-            return
-        line, ends_at = tenant.line(need), self._clock() + self._wait_seconds
-        ahead_seconds = line.length * tenant.seconds_of(need)
-        if line.refusal is not None and not self._refills_by(ends_at - ahead_seconds, line.refusal):
-            self._raise_unless(line.refusal, tenant, need)
-        line.length += 1
-        try:
-            async with line.turn:
-                await self._use_in_turn(tenant, need, ends_at)
-        finally:
-            line.length -= 1
-
-    async def _use_in_turn(self, tenant: TenantQuota, need: QuotaNeed, ends_at: float) -> None:
-        line = tenant.line(need)
-        try:
-            while (loan := await self._borrow(tenant, need)) is None or self._refills_by(ends_at, loan):
-                if loan is None and self._is_allowed_without(tenant):
-                    return
-                line.refusal = loan
-                await asyncio.sleep(_RETRY_SECONDS)
-        finally:
-            line.refusal = None
-        self._raise_unless(loan, tenant, need)
-
-    def _refills_by(self, time: float, loan: peer_pb2.QuotaLoan) -> bool:
-        """True for the refusal of a lender that began with nothing, if it is over by that time."""
-        return loan.began_empty and self._clock() + _seconds(loan) < time
 
     async def _borrow(self, tenant: TenantQuota, need: QuotaNeed) -> peer_pb2.QuotaLoan | None:
         """The share that is lent here, was lent already, or is lent now; None if no router lends."""
@@ -257,7 +223,7 @@ class Quotas:
         tenant.requests, tenant.tokens = loan.more_requests, loan.more_tokens
         tenant.expires_at = asked_at + LOAN_SECONDS
         if not loan.granted:
-            tenant.refusal = (self._clock() + _REFUSED_SECONDS, need, loan)
+            tenant.refusal = (self._clock() + min(_REFUSED_SECONDS, refusal_seconds(loan)), need, loan)
         elif tenant.requests or tenant.tokens:
             self._unsettled[tenant.name] = tenant
         return loan
@@ -277,22 +243,6 @@ class Quotas:
             beginning=need.beginning,
         )
 
-    def _is_allowed_without(self, tenant: TenantQuota) -> bool:
-        """True if a use is allowed while no router lends; False if a lender may come soon. Raises QuotaUnavailable."""
-        now = self._clock()
-        if now > tenant.away_at + _SOON_SECONDS + self._config.unreachable_seconds:
-            tenant.away_since = now
-        tenant.away_at = now
-        seconds = now - tenant.away_since
-        if self._config.unreachable == "allow" and seconds >= self._config.unreachable_seconds:
-            metrics.QUOTA_FALLBACKS.labels("allowed").inc()
-            return True
-        if seconds < self._wait_seconds:
-            return False
-        metrics.QUOTA_FALLBACKS.labels("refused").inc()
-        metrics.REFUSALS.labels(QuotaUnavailable.reason).inc()
-        raise QuotaUnavailable(f"no router lends the quota of tenant {tenant.name!r:.140} at the moment")
-
     def _last_refusal(self, tenant: TenantQuota, need: QuotaNeed) -> peer_pb2.QuotaLoan | None:
         """The last refusal if it has just been made for no more than this."""
         if tenant.refusal is None:
@@ -303,12 +253,6 @@ class Quotas:
         elif all(was <= now for was, now in zip(astuple(refused), astuple(need), strict=True)):
             return loan
         return None
-
-    def _raise_unless(self, loan: peer_pb2.QuotaLoan, tenant: TenantQuota, need: QuotaNeed) -> None:
-        if loan.granted:
-            return
-        why = _WHY.get(loan.exceeded, "the quota is exceeded").format(need.tokens)
-        raise _exceeded(tenant.name, why, min(_LONGEST_RETRY_SECONDS, max(0.001, _seconds(loan))))
 
     def _note_demand(self, tenant: TenantQuota, need: QuotaNeed) -> None:
         now, demand = self._clock(), tenant.demand
@@ -359,13 +303,3 @@ class Quotas:
                 self._unsettled.pop(name, None)
             else:
                 self._tenants.move_to_end(name)
-
-
-def _seconds(loan: peer_pb2.QuotaLoan) -> float:
-    return float(loan.retry_after.ToNanoseconds() / 1e9)
-
-
-def _exceeded(name: str, why: str, retry_after_seconds: float) -> QuotaExceeded:
-    metrics.REFUSALS.labels(QuotaExceeded.reason).inc()
-    subject = name or "default"
-    return QuotaExceeded(f"tenant {subject}: {why}", subject=subject, retry_after_seconds=retry_after_seconds)

@@ -152,6 +152,10 @@ class RegisteredPeers:
         """Since when this router lends a quota (`Peers.lends_since`)."""
         return self.quorum.lends_since(key)
 
+    def next_change(self) -> asyncio.Event:
+        """Set when a router's promises change (`Peers.next_change`)."""
+        return self.quorum.next_change
+
     async def lend(self, home: str, ask: peer_pb2.QuotaAsk) -> peer_pb2.QuotaLoan:
         """Asks the home for a part of a quota (`Peers.lend`)."""
         return await self._link(home).ask_quota(ask)

@@ -63,6 +63,7 @@ class Quorum:
 
     def __init__(self, own_id: str, clock: Clock = monotonic) -> None:
         self.is_registered: Callable[[], bool] = lambda: False
+        self.next_change = asyncio.Event()  # of a view or promise, so that another router may lend
         self._own_id = own_id
         self._clock = clock
         self._members: tuple[str, ...] = (own_id,)
@@ -160,12 +161,15 @@ class Quorum:
         if not promise.seconds:
             return
         now, view = self._clock(), self._views.setdefault(router, _View())
+        before = view.number, view.joining, view.until > now
         view.change(now - promise.age_seconds, frozenset(promise.routers), promise.changes)
         view.joining = frozenset(promise.joining)
         if not self._known.issuperset(view.routers | view.joining):
             self._know()
         view.joins = asked_at + promise.joins_seconds, now + promise.joins_seconds
         view.until = asked_at + promise.seconds
+        if before != (view.number, view.joining, True):
+            self._tell_change()
 
     # Lenders.
 
@@ -278,6 +282,7 @@ class Quorum:
         if self._unaware and not unaware:
             # What the others did before they knew this router is unknown.
             self._own.change(self._clock(), self._own.routers, self._own.number + 2)
+            self._tell_change()
         self._unaware = unaware
 
     def _change(self, since: float, routers: frozenset[str]) -> None:
@@ -287,6 +292,11 @@ class Quorum:
     def _changed(self) -> None:
         self._lends.clear()
         self._look_at = -math.inf
+        self._tell_change()
+
+    def _tell_change(self) -> None:
+        self.next_change.set()
+        self.next_change = asyncio.Event()
 
 
 def score(key: str, router: str) -> bytes:
