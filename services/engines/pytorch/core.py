@@ -1,6 +1,7 @@
 """The engine on its thread: model, pool and scheduler, and the life of a request."""
 
 import secrets
+import statistics
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -230,10 +231,11 @@ class EngineCore:
         self._run_short_prompt()
         if self.tiers is None:
             return
-        step = min(self._run_short_prompt() for _ in range(3))
+        step = statistics.median(self._run_short_prompt() for _ in range(3))
         has_room = self._pool.available * self._block_tokens >= self._block_tokens + 2 * self._warm_up_prompt_tokens
         loads = [self._load_short_prompt(self.tiers, step) for _ in range(3 if has_room else 0)]
-        self.tiers.begin(step, min((seconds for seconds in loads if seconds is not None), default=None))
+        measured = [seconds for seconds in loads if seconds is not None]
+        self.tiers.begin(step, statistics.median(measured) if measured else None)
 
     @property
     def _warm_up_prompt_tokens(self) -> int:

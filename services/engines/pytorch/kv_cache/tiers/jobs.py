@@ -3,6 +3,7 @@
 The measured speeds of loading and of computing, and which of both is sooner.
 """
 
+import math
 import threading
 import time
 from collections import Counter, deque
@@ -147,7 +148,7 @@ class _Pace:
 class _LoadCost:
     """Seconds of a load: those that any takes, and those of each block, told apart by loads of several lengths.
 
-    A Kalman filter of both numbers. Before anything was measured either may be wrong by as much as it is.
+    A Kalman filter of both numbers. Either may be wrong by as much as it is at most, as before anything was measured.
     """
 
     def __init__(self, base_seconds: float, block_seconds: float) -> None:
@@ -163,11 +164,19 @@ class _LoadCost:
         """The predicted seconds."""
         return self._base + blocks * self._block if blocks else 0.0
 
+    def cautious_seconds(self, blocks: int) -> float:
+        """The predicted seconds if what any load takes is a standard deviation more: of a short load it is nearly all,
+        and a prompt that is loaded must not be slower than one that is computed.
+        """
+        return self.seconds(blocks) + math.sqrt(self._base_variance) if blocks else 0.0
+
     def add(self, blocks: int, seconds: float) -> None:
         """Adds a measurement. One that was held up says little."""
         expected = self.seconds(blocks)
         error = min(seconds, _MOST_LOAD_RATIO * expected) - expected
-        self._base_variance += (_DRIFT * self._base) ** 2
+        # Long loads say little of what any takes: it is not the less certain the more of them there are.
+        drifted = self._base_variance + (_DRIFT * self._base) ** 2
+        self._base_variance = max(self._base_variance, min(drifted, self._base**2))
         self._block_variance += (_DRIFT * self._block) ** 2
         with_base = self._base_variance + blocks * self._covariance
         with_block = self._covariance + blocks * self._block_variance
@@ -240,7 +249,9 @@ class Rates:
         whole, part = self.compute_seconds(host + disk), self.compute_seconds(host)
         if whole is None or part is None:
             return host + disk
-        from_host, from_disk = self.load_seconds(KvTier.HOST, host), self.load_seconds(KvTier.DISK, disk)
+        from_host, from_disk = (
+            self._loads[tier].cautious_seconds(blocks) for tier, blocks in ((KvTier.HOST, host), (KvTier.DISK, disk))
+        )
         seconds = {0: whole, host: from_host + (whole - part), host + disk: from_host + from_disk}
         best = min(seconds, key=lambda blocks: (seconds[blocks], -blocks))
         if best == host + disk:
@@ -249,13 +260,15 @@ class Rates:
         return best + self._trial_blocks(tier, left, _TRIAL_SHARE * whole)
 
     def _trial_blocks(self, tier: KvTier, left: int, more_seconds: float) -> int:
-        """Returns how many blocks are loaded as a trial: none, before trials have so much time."""
+        """Returns how many blocks are loaded as a trial: none, before trials may take so much longer than computing."""
         self._refused += 1
         self._trial_seconds += more_seconds
-        if self._refused < _TRIAL or self._trial_seconds < self.load_seconds(tier, 1):
+        cost, saved = self._loads[tier], (self.compute_seconds(left) or 0.0) / left
+        lost, slower = cost.seconds(1) - saved, cost.block_seconds - saved
+        if self._refused < _TRIAL or self._trial_seconds < lost:
             return 0
-        cost = self._loads[tier]
-        blocks = min(left, int((self._trial_seconds - cost.seconds(1)) / cost.block_seconds) + 1)
+        # As many as there is time for: more of them say more.
+        blocks = left if slower <= 0 else min(left, 1 + int((self._trial_seconds - lost) / slower))
         self._refused, self._trial_seconds = 0, 0.0
         return blocks
 

@@ -1,15 +1,13 @@
-"""Which block is in which tier, which one leaves next, and what is worth loading and writing."""
+"""Which block is in which tier, which one leaves next, and what is worth writing."""
 
 from collections.abc import Sequence
 
-import pytest
 from support.clock import ManualClock
 
 from services.engines.kv_events import KvTier
 from services.engines.prompt import Session
 from services.engines.pytorch.kv_cache.blocks import BlockMoved, BlockPool, BlockRemoved, BlockStored
 from services.engines.pytorch.kv_cache.tiers.directory import Spill, TierDirectory, WriteRule
-from services.engines.pytorch.kv_cache.tiers.jobs import Rates
 
 
 def name(number: int) -> bytes:
@@ -135,68 +133,3 @@ def test_a_disk_that_is_not_read_gets_one_block_in_twenty() -> None:
     for _ in range(256):
         rule.wrote()
     assert not rule.may_write()
-
-
-def test_what_is_sooner_computed_is_not_loaded() -> None:
-    rates = Rates(block_bytes=1 << 20, block_tokens=16)
-    assert rates.worth_loading(host=10, disk=10) == 20  # nothing is measured yet
-    rates.computed(tokens=1600, seconds=1.0)  # 10 ms a block
-    rates.loaded(KvTier.HOST, blocks=100, seconds=0.1)
-    for _ in range(3):
-        rates.loaded(KvTier.DISK, blocks=100, seconds=10.0)
-    assert rates.worth_loading(host=10, disk=10) == 10
-    rates.loaded(KvTier.DISK, blocks=100, seconds=0.1)
-    assert rates.worth_loading(host=10, disk=0) == 10
-    for _ in range(20):
-        rates.loaded(KvTier.DISK, blocks=100, seconds=0.1)
-        rates.loaded(KvTier.HOST, blocks=100, seconds=100.0)
-    assert rates.worth_loading(host=10, disk=0) == 0
-    assert 0.1 <= rates.patience_seconds(10) <= 0.11
-
-
-def test_one_load_that_was_held_up_does_not_end_loads_for_good() -> None:
-    rates = Rates(block_bytes=1 << 20, block_tokens=16)
-    rates.computed(1000, 0.1)
-    rates.loaded(KvTier.HOST, 1, 5.0)
-    assert rates.worth_loading(10, 0) == 0
-    for _ in range(100):
-        if rates.worth_loading(10, 0):
-            rates.loaded(KvTier.HOST, 10, 0.004)
-    assert rates.worth_loading(10, 0) == 10
-
-
-def _of_a_gpu(load_seconds: float = 0.012) -> Rates:
-    """An 8B model: 500 tokens take 14.3 ms, of which any prompt takes 5, and 63 blocks of 4 MiB 5 ms more to load."""
-    rates = Rates(4 << 20, 32, step_seconds=0.005, load_seconds=load_seconds)
-    for _ in range(4):
-        rates.computed(500, 0.0143)
-        rates.computed(2000, 0.057)
-        rates.computed(32_000, 1.77)
-        rates.resumed(KvTier.HOST, blocks=999, tokens=32, seconds=0.005 + 0.012 + 999 * 8e-5)
-    return rates
-
-
-def test_what_any_load_takes_makes_short_prompts_sooner_computed() -> None:
-    rates = _of_a_gpu()
-    assert rates.worth_loading(host=15, disk=0) == 0
-    assert rates.worth_loading(host=62, disk=0) == 62
-    assert rates.worth_loading(host=999, disk=0) == 999
-
-
-def test_what_any_load_takes_is_measured_by_short_loads() -> None:
-    rates = _of_a_gpu(load_seconds=0.001)
-    assert rates.worth_loading(host=15, disk=0) == 15
-    for _ in range(3):
-        rates.resumed(KvTier.HOST, blocks=15, tokens=20, seconds=0.018)
-    assert rates.worth_loading(host=15, disk=0) == 0
-    assert rates.worth_loading(host=999, disk=0) == 999
-
-
-@pytest.mark.parametrize("blocks", [1, 4, 15])
-def test_trials_take_little_of_the_time_to_compute(blocks: int) -> None:
-    rates = _of_a_gpu()
-    computing = trials = 0.0
-    for _ in range(3000):
-        computing += 0.005 + (rates.compute_seconds(blocks) or 0.0)
-        trials += rates.load_seconds(KvTier.HOST, rates.worth_loading(host=blocks, disk=0))
-    assert 0 < trials <= 0.02 * computing
