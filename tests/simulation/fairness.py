@@ -20,6 +20,7 @@ from simulation import entropy  # isort: skip
 import argparse
 import asyncio
 import gc
+import math
 import sys
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
@@ -218,10 +219,15 @@ def in_world(setting: Setting, body: Body, seed: int = 1) -> Any:
 
 def measure_light(bars: Bars, options: argparse.Namespace) -> None:
     light, flood, seconds = Load(1.0, answer=10), Load(20.0, answer=10), options.seconds or 1100.0
+    setting = Setting(step_seconds=options.step_seconds)
     alone, beside = (
-        in_world(Setting(), partial(FairWorld.send, loads=loads, seconds=seconds))
+        in_world(setting, partial(FairWorld.send, loads=loads, seconds=seconds), options.seed)
         for loads in ({"light": light}, {"light": light, "flood": flood})
     )
+    every = seconds / sum(len(got.first_tokens) for got in beside.values())
+    # Of waits for a place that gets free at random times, one in a hundred is longer than ln(100) times the mean.
+    derived = 1 + math.log(100) * every / alone["light"].quantile(0.99)
+    print(f"a place got free every {every:.3f} s: derived, at most {derived:.2f} times the p99 alone")
     check_light(bars, alone["light"], beside["light"], "weighted")
 
 
@@ -381,7 +387,8 @@ def main() -> None:
     )
     parser.add_argument("what", nargs="*", choices=[[], *MEASUREMENTS], metavar="NAME", help="all if none is given")
     parser.add_argument("--seconds", type=float, default=0.0, help="virtual ones; else as many as the bars need")
-    parser.add_argument("--seed", type=int, default=1, help="of the world of a quota or of places")
+    parser.add_argument("--seed", type=int, default=1, help="of the world of `light`, of a quota or of places")
+    parser.add_argument("--step-seconds", type=float, default=0.096, help="of a decode step of `light`")
     options, bars = parser.parse_args(), Bars()
     for name in options.what or MEASUREMENTS:
         MEASUREMENTS[name](bars, options)
