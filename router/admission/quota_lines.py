@@ -46,34 +46,32 @@ class QuotaLines:
         """Raises QuotaExceeded and QuotaUnavailable, within so many seconds."""
         if not tenant.is_limited:
             return
-        line, now = tenant.line(need), self._clock()
+        line, now, seconds = tenant.line(need), self._clock(), tenant.seconds_of(need)
         gives_up_at = now + min(self._wait_seconds, _BEFORE_DEADLINE * within_seconds)
-        # Those ahead use what refills first.
-        served_at = line.refills_at + line.ahead_seconds
+        served_at = line.served_at(line.joined_seconds + seconds)
         if line.refusal is not None and served_at >= gives_up_at:
             raise _exceeded(tenant, need, line.refusal, served_at - now)
-        with line.join(tenant.seconds_of(need)):
-            await self._await_turn(tenant, need, gives_up_at)
+        with line.join(seconds) as end:
+            await self._await_turn(tenant, need, end, gives_up_at)
             try:
                 await self._use_in_turn(tenant, need, gives_up_at)
             finally:
                 line.refusal = None
                 line.turn.release()
 
-    async def _await_turn(self, tenant: TenantQuota, need: QuotaNeed, gives_up_at: float) -> None:
+    async def _await_turn(self, tenant: TenantQuota, need: QuotaNeed, end: float, gives_up_at: float) -> None:
         """Waits for those ahead, whose deadlines may be later. Raises as `use`."""
-        line, joined_at = tenant.line(need), self._clock()
+        line = tenant.line(need)
         if line.length == 1:
             await line.turn.acquire()
             return
-        served_at = joined_at + line.ahead_seconds  # itself included
         try:
-            async with timeout(gives_up_at - joined_at):
+            async with timeout(gives_up_at - self._clock()):
                 await line.turn.acquire()
         except TimeoutError:
             if line.refusal is None:
                 raise _unavailable(tenant.name) from None
-            raise _exceeded(tenant, need, line.refusal, max(served_at, line.refills_at) - self._clock()) from None
+            raise _exceeded(tenant, need, line.refusal, line.served_at(end) - self._clock()) from None
 
     async def _use_in_turn(self, tenant: TenantQuota, need: QuotaNeed, gives_up_at: float) -> None:
         while True:
@@ -120,7 +118,7 @@ class QuotaLines:
         refills_at = self._clock() + seconds
         if not loan.began_empty or refills_at >= gives_up_at:
             raise _exceeded(tenant, need, loan, seconds)
-        line.refusal, line.refills_at = loan, refills_at
+        line.refusal, line.refills_from = loan, refills_at - tenant.seconds_of(need)
         await asyncio.sleep(seconds)
 
 

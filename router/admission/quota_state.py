@@ -28,20 +28,27 @@ class Line:
 
     turn: asyncio.Lock = field(default_factory=asyncio.Lock)  # of the first one, until it has got or not got it
     length: int = 0
-    ahead_seconds: float = 0.0  # in which the quota allows what all of them need
     refusal: peer_pb2.QuotaLoan | None = None  # of the first one, while it waits for a bucket to fill
-    refills_at: float = 0.0  # when that has enough for it
+    refills_from: float = 0.0  # when what the bucket gets begins to be theirs, one after the other
+    joined_seconds: float = 0.0  # in which the quota allows what they need, and those that were before them
+    left_seconds: float = 0.0  # of the latter
 
     @contextmanager
-    def join(self, seconds: float) -> Iterator[None]:
-        """Counts a request while the context is open. Its need takes the quota so many seconds."""
+    def join(self, seconds: float) -> Iterator[float]:
+        """Counts a request while the context is open, whose need takes the quota so many seconds. Yields its end."""
         self.length += 1
-        self.ahead_seconds += seconds
+        self.joined_seconds += seconds
         try:
-            yield
+            yield self.joined_seconds
         finally:
             self.length -= 1
-            self.ahead_seconds = self.ahead_seconds - seconds if self.length else 0.0
+            self.left_seconds += seconds
+            if not self.length:
+                self.joined_seconds = self.left_seconds = 0.0
+
+    def served_at(self, end: float) -> float:
+        """The time at which the bucket has enough for those up to an end."""
+        return self.refills_from + end - self.left_seconds
 
 
 @dataclass(slots=True, eq=False)
