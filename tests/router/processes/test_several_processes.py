@@ -1,6 +1,7 @@
 """A router of two processes behind one port."""
 
 import asyncio
+import gc
 import json
 import os
 import signal
@@ -17,6 +18,8 @@ from support.cluster.processes import process
 from support.cluster.several_processes import SeveralProcesses, own_connection, streams_on_both, until
 
 from baton.inference.v1 import generate_pb2
+from router.config import RouterConfig
+from router.processes.supervisor import ProcessGroup
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -121,3 +124,15 @@ def test_what_is_wrong_is_said_once(start: StartRouter) -> None:
 def test_a_port_that_another_router_shares_is_taken(router: SeveralProcesses, start: StartRouter) -> None:
     with pytest.raises(AssertionError, match="is the port taken"), start(f"listen={router.address}"):
         pass
+
+
+async def test_a_stop_before_all_processes_listen_leaves_no_error_behind() -> None:
+    errors: list[dict[str, object]] = []
+    asyncio.get_running_loop().set_exception_handler(lambda _, context: errors.append(context))
+    group, stopping = ProcessGroup(RouterConfig(processes=2)), asyncio.Event()
+    stopping.set()
+    await group._all_listen(stopping)
+    for _ in range(5):
+        await asyncio.sleep(0)
+    gc.collect()
+    assert not errors
