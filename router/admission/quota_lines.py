@@ -130,7 +130,7 @@ def refusal_seconds(loan: peer_pb2.QuotaLoan) -> float:
 def _unavailable(name: str) -> QuotaUnavailable:
     metrics.QUOTA_FALLBACKS.labels("refused").inc()
     metrics.REFUSALS.labels(QuotaUnavailable.reason).inc()
-    return QuotaUnavailable(f"no router lends the quota of tenant {name!r:.140} at the moment")
+    return QuotaUnavailable(f"no router has lent the quota of tenant {name!r:.140} in time")
 
 
 def _exceeded(tenant: TenantQuota, need: QuotaNeed, loan: peer_pb2.QuotaLoan, seconds: float) -> QuotaExceeded:

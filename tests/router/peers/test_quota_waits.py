@@ -98,7 +98,7 @@ async def test_a_request_without_a_lender_is_refused_before_its_deadline() -> No
     waiting, other = charge(which, here, 10, seconds=0.5), charge(which, here, 10)
     await turns()
     which.clock.advance(0.46)
-    with pytest.raises(QuotaUnavailable, match="no router lends the quota of tenant 'acme'"):
+    with pytest.raises(QuotaUnavailable, match="no router has lent the quota of tenant 'acme'"):
         await waiting
     assert not other.done()
     which.clock.advance(1.0)
