@@ -198,8 +198,8 @@ class Candidates(Generic[W]):
 class PeerPlan(NamedTuple):
     """A worker that lends the first blocks of a prompt: how many it has, and the tokens of those that are pulled.
 
-    `seconds` is how long the pull takes, of which the peer needs `delay_seconds` for loans before this one and to load
-    blocks from its host memory, and `saved_seconds` how long it would take to compute what it brings.
+    `seconds` is how long the pull takes, of which the peer needs `loading_seconds` to load blocks from its host memory,
+    and `saved_seconds` how long it would take to compute what it brings.
     """
 
     record: WorkerRecord
@@ -208,7 +208,7 @@ class PeerPlan(NamedTuple):
     tokens: int
     seconds: float
     saved_seconds: float
-    delay_seconds: float = 0.0
+    loading_seconds: float = 0.0
 
 
 class LoadPlan(NamedTuple):

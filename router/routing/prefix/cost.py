@@ -1,6 +1,5 @@
 """The cost of work on each worker, in seconds, learnt from the work that this router has sent there."""
 
-import math
 from dataclasses import dataclass, field
 
 from discovery.pairing import can_hand_over
@@ -242,7 +241,6 @@ class WorkerCost:
     nearness: Nearness = Nearness()
     links: dict[str, Link] = field(default_factory=dict)
     loans: dict[str, Link] = field(default_factory=dict)
-    lends_until: float = -math.inf  # the loans from it that are planned, one after the other
     coming: int = 0  # requests that will decode there once their prompts are computed elsewhere
 
     def link_to(self, reader: "WorkerCost") -> Link:

@@ -25,8 +25,6 @@ class Forecast(Generic[W]):
         "_cost",
         "_entry",
         "_has_first_token",
-        "_lender",
-        "_lends_until",
         "_link",
         "_loading",
         "_loan",
@@ -59,12 +57,7 @@ class Forecast(Generic[W]):
         reader = costs.of(prediction.decode_worker.record)
         # Looked up now: a worker that leaves meanwhile would be known again, for good.
         peer, is_apart = prediction.load.peer, prediction.prefill_worker is not None
-        self._loan = self._lender = None
-        if peer is not None:
-            lender = costs.of(peer.record)
-            self._loan = lender.loan_to(self._cost)
-            self._lends_until = lender.lends_until = max(lender.lends_until, self._started + peer.seconds)
-            self._lender = lender
+        self._loan = None if peer is None else costs.of(peer.record).loan_to(self._cost)
         self._link, self._entry = self._cost.link_to(reader) if is_apart else None, reader.entry
         decoding = reader.ranks[prediction.decode_rank]
         self._ticket: WorkTicket | None = costs.shares.give(
@@ -112,7 +105,7 @@ class Forecast(Generic[W]):
         if tokens or seconds > peer.seconds:
             moved = min(tokens or peer.tokens, peer.tokens) / blocks.block_tokens * blocks.block_bytes
             # One that brought nothing would have taken longer: it ends when computing is as quick.
-            pulling = max(0.0, seconds - peer.delay_seconds)
+            pulling = max(0.0, seconds - peer.loading_seconds)
             self._loan.add(moved, pulling if tokens else _LATE * seconds)
 
     def peer_has_none(self) -> None:
@@ -136,21 +129,11 @@ class Forecast(Generic[W]):
         if self._ticket is not None and not self._has_first_token:
             self._work.queue.give_up(self._ticket)
         self._ticket = None
-        self._end_loan()
         self._arrive()
         if self._reader is not None:
             # The answer ended with the first token, or failed before: the KV has not moved.
             self._caches.correct(self._reader, self._request.blocks.keys[self._matched.get(self._reader, 0) :])
             self._reader = None
-
-    def _end_loan(self) -> None:
-        """Those that are planned after this loan begin earlier if it ends before its time."""
-        peer, lender = self._prediction.load.peer, self._lender
-        if peer is None or lender is None:
-            return
-        left = min(peer.seconds - peer.delay_seconds, self._lends_until - self._clock())
-        lender.lends_until -= max(0.0, left)
-        self._lender = None
 
     def _arrive(self) -> None:
         """From now on the decode worker's own load counts the request."""

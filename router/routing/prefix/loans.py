@@ -20,13 +20,13 @@ _NONE_BELOW = Below()
 
 class Lender(NamedTuple):
     """A rank of a worker, how many of a prompt's first blocks it has in the pool of its device and in host memory, and
-    how long it takes until it lends: for the loans before, and to load the latter into the pool, from where they go.
+    how long it takes to load the latter into the pool, from where they are lent.
     """
 
     num_blocks: int
     cost: WorkerCost
     rank: int
-    delay_seconds: float = 0.0
+    loading_seconds: float = 0.0
 
 
 def lenders(
@@ -34,7 +34,6 @@ def lenders(
     blocks: Mapping[Cache, int],
     below: Mapping[Cache, Below],
     load_seconds: Callable[[int], float],
-    now: float,
 ) -> Sequence[Lender]:
     """Those of the ranks that have most of a prompt and can lend it: not what is on their disks. `load_seconds` is the
     time to load so many blocks from host memory.
@@ -44,8 +43,7 @@ def lenders(
         host, disk = below.get(cache, _NONE_BELOW)
         have = blocks.get(cache, 0) - disk
         if have > 0 and PREFIX_LOANS in cost.record.capabilities:
-            busy_seconds = max(0.0, cost.lends_until - now)
-            found[cache] = Lender(have, cost, cache.rank, busy_seconds + (load_seconds(host) if host else 0.0))
+            found[cache] = Lender(have, cost, cache.rank, load_seconds(host) if host else 0.0)
     return nlargest(_MOST_LENDERS, found.values(), key=lambda lender: lender.num_blocks)
 
 
@@ -73,14 +71,14 @@ def with_loan(
             if num_blocks <= own.blocks or not link.exists:
                 continue
             pulled = num_blocks - own.in_pool
-            seconds = link.seconds(pulled * request.blocks.block_bytes) + lender.delay_seconds
+            seconds = link.seconds(pulled * request.blocks.block_bytes) + lender.loading_seconds
             computing = _seconds(borrower, tokens, num_blocks * size)
             added = max(0.0, seconds - wait)
             if computing + added + link.distance < least:
                 least = computing + added + link.distance
                 saved = _seconds(borrower, tokens, own.in_pool * size) - computing
                 peer = PeerPlan(
-                    lender.cost.record, lender.rank, num_blocks, pulled * size, seconds, saved, lender.delay_seconds
+                    lender.cost.record, lender.rank, num_blocks, pulled * size, seconds, saved, lender.loading_seconds
                 )
                 best = num_blocks, LoadPlan(seconds=added, peer=peer)
     return best[0] * size, best[1]

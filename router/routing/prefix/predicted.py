@@ -98,7 +98,7 @@ class PredictedSeconds:
         if not self._prefix_loans or not blocks:
             return matched
         groups = candidates.prefill, candidates.decode
-        return matched._replace(lenders=self._rank_costs.lenders(groups, request, matched, self._clock()))
+        return matched._replace(lenders=self._rank_costs.lenders(groups, request, matched))
 
     def _pick(self, options: Sequence[Option[W]], session_key: str) -> Option[W]:
         totals = [total for total, _, _ in options]

@@ -125,12 +125,10 @@ class RankCosts:
             ranks.append((wait + prefill, work.given_tokens, number, wait, prefill, cached, worker, cost, work))
         return ranks
 
-    def lenders(
-        self, groups: Sequence[Sequence[W]], request: RoutingRequest, matched: Matched, now: float
-    ) -> Sequence[Lender]:
+    def lenders(self, groups: Sequence[Sequence[W]], request: RoutingRequest, matched: Matched) -> Sequence[Lender]:
         """Of the ranks of all groups of workers, those that can lend the most of a prompt."""
         ranks = ((cost, cache) for group in groups for _, _, cost, _, _, _, cache, _ in self._ranks(group))
-        return lenders(ranks, matched.blocks, matched.below, lambda host: self._load(request, host, 0).seconds, now)
+        return lenders(ranks, matched.blocks, matched.below, lambda host: self._load(request, host, 0).seconds)
 
     def plan(
         self, cost: WorkerCost, request: RoutingRequest, matched: Matched, cache: Cache, wait: float

@@ -103,31 +103,8 @@ def test_what_a_lender_has_in_host_memory_is_lent_after_its_load_and_nothing_of_
     assert peer is not None
     loading = PRIORS.load_base_seconds + 40 * BLOCK_BYTES / PRIORS.host_bytes_per_second
     assert peer.num_blocks == (60 if on_disk else 100)
-    assert peer.delay_seconds == pytest.approx(0.0 if on_disk else loading)
-    assert peer.seconds == pytest.approx(peer.num_blocks * BLOCK_BYTES / 1e9 + peer.delay_seconds)
-
-
-def test_loans_of_one_worker_go_one_after_the_other_and_what_would_come_too_late_is_computed() -> None:
-    """In a burst with one beginning all would be pulled from the worker that has it, over one network interface."""
-    clock = ManualClock()
-    priors = replace(PRIORS, transfer_bytes_per_second=1e9)
-    chosen, lender = PredictedSeconds(priors=priors, clock=clock, seed=1, prefix_loans=True), seen("d", "decode")
-    burst = [choose(chosen, [seen(f"p{number}")], lender) for number in range(30)]
-    peers = [None if one.prediction is None else one.prediction.load.peer for one in burst]
-    pull = 100 * BLOCK_BYTES / 1e9
-    assert [one.delay_seconds for one in peers[:3] if one] == pytest.approx([0.0, pull, 2 * pull])
-    # Computing takes 1.6 s.
-    assert [one is not None for one in peers] == [True] * 15 + [False] * 15
-    burst[0].progress.close()
-    prediction = choose(chosen, [seen("last")], lender).prediction
-    assert prediction is not None
-    assert prediction.load.peer is not None
-    assert prediction.load.peer.delay_seconds == pytest.approx(14 * pull)
-    clock.advance(10.0)
-    prediction = choose(chosen, [seen("q")], lender).prediction
-    assert prediction is not None
-    assert prediction.load.peer is not None
-    assert prediction.load.peer.delay_seconds == 0.0
+    assert peer.loading_seconds == pytest.approx(0.0 if on_disk else loading)
+    assert peer.seconds == pytest.approx(peer.num_blocks * BLOCK_BYTES / 1e9 + peer.loading_seconds)
 
 
 def test_what_a_lender_takes_to_load_is_no_cost_of_the_link() -> None:
