@@ -15,11 +15,6 @@ _FRESH_SECONDS = 5.0
 # With fewer measurements the value is unknown.
 _ENOUGH = 4
 
-# A prompt that is so many times as long as those that were measured is not predicted by them.
-_LONGER = 8.0
-# Of the squared mean, the variance of lengths below which they say nothing of what any prompt takes.
-_LEAST_SPREAD = 0.1
-
 # A monotonic clock in seconds; tests inject their own.
 Clock = Callable[[], float]
 
@@ -37,36 +32,15 @@ class Throughput:
     """Tokens a second that leave the queue of a worker, as each prompt that was computed has found.
 
     A prompt's sample is how long it took to be computed after all that was sent before it. Those that were cancelled
-    have no sample of their own, and no time of theirs is charged to others. Any prompt takes some time however short it
-    is: what many short ones took says little of a long one.
+    have no sample of their own, and no time of theirs is charged to others.
     """
 
     def __init__(self, clock: Clock = monotonic) -> None:
         self.waiting_tokens = 0
         self._clock = clock
         self._tokens = self._seconds = 0.0
-        self._weight = self._squares = self._products = 0.0  # of samples, of tokens by tokens and by seconds
         self._count = 0
         self._measured_at = -math.inf
-
-    def seconds(self, tokens: int) -> float | None:
-        """The time until a prompt of so many tokens is computed, after all that waits; None if unknown.
-
-        Not more than that: one that is far longer than those that were measured counts for nothing.
-        """
-        speed = self.per_second
-        if speed is None:
-            return None
-        own = 0.0 if tokens * self._tokens > _LONGER * self._squares else min(tokens / speed, self._line(tokens))
-        return self.waiting_tokens / speed + own
-
-    def _line(self, tokens: int) -> float:
-        """The seconds of so many tokens by the least squares of the samples, none of which tells a negative speed."""
-        spread = self._weight * self._squares - self._tokens**2
-        if spread <= _LEAST_SPREAD * self._tokens**2:
-            return math.inf
-        slope = max(0.0, (self._weight * self._products - self._tokens * self._seconds) / spread)
-        return max(0.0, self._seconds - slope * self._tokens) / self._weight + slope * tokens
 
     @property
     def per_second(self) -> float | None:
@@ -88,12 +62,8 @@ class Throughput:
         now = self._clock()
         # By time, also without work: what was measured in a bad minute must not outlast it.
         kept = math.exp((self._measured_at - now) / _HORIZON_SECONDS)
-        seconds = now - work.began
         self._tokens = self._tokens * kept + work.ahead
-        self._seconds = self._seconds * kept + seconds
-        self._weight = self._weight * kept + 1
-        self._squares = self._squares * kept + work.ahead**2
-        self._products = self._products * kept + work.ahead * seconds
+        self._seconds = self._seconds * kept + now - work.began
         self._count += 1
         self._measured_at = now
 

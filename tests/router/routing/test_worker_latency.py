@@ -1,7 +1,5 @@
 """How fast a worker computes, with a clock that the test sets."""
 
-import random
-
 import pytest
 from support.clock import ManualClock
 
@@ -183,36 +181,3 @@ def test_a_whole_answer_s_pace_is_the_worker_s_own_word() -> None:
     for _ in range(4):
         decoded(pace, clock).finished([stage], generated=5)
     assert pace.token_seconds.value == pytest.approx(0.1)
-
-
-def test_many_tiny_prompts_make_no_long_one_look_slow() -> None:
-    """A tenant that sends them would have every other tenant's prompts refused as hopeless."""
-    clock = ManualClock()
-    speed = Throughput(clock)
-    for _ in range(100):
-        work(speed, clock, 4, 0.005)
-    assert speed.seconds(8000) == 0.0
-    for _ in range(4):
-        work(speed, clock, 8000, 0.2)
-        for _ in range(100):
-            work(speed, clock, 4, 0.005)
-    assert speed.seconds(8000) == pytest.approx(0.2, rel=0.05)
-
-
-def test_a_prompt_behind_others_takes_as_long_as_they_do_and_its_own_time() -> None:
-    clock = ManualClock()
-    speed = Throughput(clock)
-    for _ in range(4):
-        work(speed, clock, 100, 0.1)
-    speed.begin(900)
-    assert speed.seconds(100) == pytest.approx(1.0)
-
-
-def test_no_prompt_is_predicted_to_take_longer_than_by_the_mean_speed() -> None:
-    clock, chance = ManualClock(), random.Random(1)
-    speed = Throughput(clock)
-    for _ in range(50):
-        work(speed, clock, chance.randint(1, 5000), chance.random())
-    assert speed.per_second is not None
-    for tokens in (1, 100, 5000, 40_000, 10**6):
-        assert 0.0 <= (speed.seconds(tokens) or 0.0) <= tokens / speed.per_second + 1e-9
