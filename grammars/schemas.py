@@ -46,7 +46,7 @@ FORMATS = frozenset(
 )
 """The values of `format` that are followed."""
 
-# Those of OpenAPI, which say how a value is stored, and constrain it no more than its type, or bounds in their place, do.
+# Those of OpenAPI, which say how a value is stored: its type, or bounds in their place, constrain it as much.
 _STORED_AS: Mapping[str, tuple[str, Mapping[str, int]]] = {
     "int32": ("integer", {"minimum": -(2**31), "maximum": 2**31 - 1}),
     "int64": ("integer", {"minimum": -(2**63), "maximum": 2**63 - 1}),

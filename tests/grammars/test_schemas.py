@@ -138,8 +138,8 @@ def test_any_answer_that_a_schema_allows_is_valid(schema: dict[str, Any], seed: 
         ({"type": ["null", "number"], "format": "double"}, "0.5", '"a"'),
         ({"type": "string", "format": "password", "maxLength": 1}, '"a"', '"ab"'),
         ({"type": "array", "items": {"enum": [1]}, "uniqueItems": False}, "[1,1]", "[2]"),
-        ({"type": "object", "propertyNames": {"type": "string"}, "additionalProperties": {"enum": [1]}}, '{"a":1}', "1"),
-        ({"required": ["a"], "minProperties": 2, "type": "object", "properties": {"a": {"enum": [1]}}}, '{"a":1,"b":2}', '{"a":1}'),
+        ({"propertyNames": {"type": "string"}, "additionalProperties": {"enum": [1]}}, '{"a":1}', '{"a":2}'),
+        ({"required": ["a"], "minProperties": 2, "properties": {"a": {"enum": [1]}}}, '{"a":1,"b":2}', '{"a":1}'),
     ],
 )
 def test_bounds_are_followed_exactly(schema: Bounds, right: str, wrong: str) -> None:
