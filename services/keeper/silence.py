@@ -10,7 +10,7 @@ _LEAST_SHARE = 1 / 60
 
 
 class Silence:
-    """The seconds since a process has last given a sign of life. Of a minute of waiting for a processor a second counts.
+    """The seconds since a process has last given a sign of life; of a minute of waiting for a processor one second.
 
     On a busy machine every worker is late; killing one would lose its work and make the machine no faster.
     """

@@ -38,6 +38,7 @@ class Member:
     awake_since: float = 0.0
     used_at: float = 0.0
     wants_since: float | None = None  # it sleeps, and has had a request since then
+    resume_seconds: float = 0.0  # in which its engine has taken the memory last
 
     @property
     def turn(self) -> tuple[float, str]:

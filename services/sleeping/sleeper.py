@@ -36,7 +36,7 @@ class Sleeper:
         self._users: set[object] = set()
         self._waiters: dict[asyncio.Future[None], object] = {}
         self._changed = asyncio.Event()
-        self._is_awake = self._is_open = self._is_wanted = False
+        self._is_awake = self._is_open = self._is_wanted = self._has_slept = False
         self._asked_at = self._used_at = self._awake_since = 0.0
         self._resume_seconds = 0.0
         self._is_held: Callable[[], bool] = bool
@@ -80,7 +80,10 @@ class Sleeper:
     async def acquire(self) -> None:
         """Waits for the memory in which the engine is to start. Raises Unavailable if there is no room in time."""
         before = self._membership.record
-        self._is_awake = before is not None and before.is_awake  # of the process that the keeper has replaced
+        if before is not None and before.is_awake:
+            # Of the process that the keeper has replaced, whose KV may still be there.
+            self._is_awake = self._has_slept = True
+            self._resume_seconds = before.resume_seconds
         waiting = asyncio.ensure_future(self._granted(self))
         try:
             async with timeout(self._config.wait_seconds):
@@ -100,14 +103,14 @@ class Sleeper:
     async def running(self, engine: Engine, is_held: Callable[[], bool]) -> AsyncIterator[None]:
         """Lets the engine sleep and wake while the context is open; never while something `is_held` for others.
 
-        It begins with a short sleep, from which the time to wake is known. Raises ConfigError for an engine that
-        cannot, and EngineFailed if that fails.
+        The first process begins with a short sleep, from which the time to wake is known. Raises ConfigError for an
+        engine that cannot sleep, and EngineFailed if that fails.
         """
         memory = engine.releases_memory
         if memory is None:
             raise ConfigError("sleep: engine: memory of a GPU, and of a split model, cannot be released by this engine")
         self._is_held = is_held
-        if await memory.release_memory():
+        if not self._has_slept and await memory.release_memory():
             await self._resume(memory)
         task = asyncio.create_task(lasting("sleep", lambda: self._run(memory)))
         try:
@@ -143,6 +146,7 @@ class Sleeper:
             awake_since=self._awake_since,
             used_at=self._used_at,
             wants_since=self._asked_at if self._waiters and not self._is_awake else None,
+            resume_seconds=self._resume_seconds,
         )
         if may_wake(own, others):
             self._awake_since = now

@@ -6,15 +6,20 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 
 import pytest
-from support.clients.worker_calls import decode_request
+from support.clients.worker_calls import calls_to, decode_request
 from support.cluster.workers import Running, Starter
+from support.engines.checkpoints import DEMO
 from support.eventually import eventually
+from support.keeping import keeper_here
 
 from baton.calls import unary
 from baton.engine.v1 import worker_pb2
 from baton.errors import ConfigError, EngineFailed, Overloaded, Unavailable, Unsupported
-from services.config import KeepConfig
+from discovery.memory import MemoryRegistry
+from services.config import KeepConfig, KeepMemoryConfig, WorkerConfig
+from services.engines.pytorch.config import PyTorchConfig
 from services.engines.simulated.engine import SimulatedEngine
+from services.server import host_worker
 from services.sleeping.config import SleepConfig
 
 pytestmark = pytest.mark.timeout(120)
@@ -219,3 +224,24 @@ async def test_only_whole_requests_are_run_by_those_that_sleep(tmp_path: Path) -
     with pytest.raises((ValueError, ConfigError), match="sleep: roles: must be prefill and decode"):
         async with Starter()("decode", sleep=_sleep(tmp_path)):
             pass
+
+
+async def test_the_next_process_of_a_worker_that_was_awake_finds_its_kept_cache(tmp_path: Path) -> None:
+    engine = PyTorchConfig(model=DEMO, device="cpu", threads=1, kv_cache_bytes=8 << 20, execution="fused")
+    config = WorkerConfig(
+        worker_id="w",
+        engine=engine,
+        keep_memory=KeepMemoryConfig(kv=True),
+        sleep=_sleep(tmp_path),
+        drain_seconds=0.0,
+    )
+    with keeper_here() as keeper:
+        for cached in (0, 48):
+            with keeper.memory(kv=True) as kept:
+                async with (
+                    host_worker(config, MemoryRegistry("test"), keeper=kept.keeper) as worker,
+                    calls_to(worker.address) as calls,
+                ):
+                    decoded = await calls.decode(decode_request())
+                    assert decoded.finished is not None
+                    assert decoded.finished.usage.cached_tokens == cached

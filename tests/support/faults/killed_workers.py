@@ -132,6 +132,12 @@ class Killer:
             number += 1
         self.report.by_keeper = sum(node.log.read_text().count(": killing it") for node in workers)
 
+    async def upgrade(self, times: int) -> None:
+        """Upgrades the only worker so many times, one after another."""
+        [worker] = self._running.workers
+        for _ in range(times):
+            await self._upgrade(worker)
+
     async def _kill(self, worker: Node) -> None:
         starts = _starts(worker)
         self._die(worker, _child(worker), self._chosen.choice(DEATHS))
