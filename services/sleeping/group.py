@@ -122,7 +122,7 @@ class Membership:
 
     @property
     def record(self) -> Member | None:
-        """What was written last, by this process or the one before it."""
+        """The record that was written last, by this process or the one before it."""
         return _read(self._file)
 
     def update(self, decide: Callable[[Sequence[Member]], Member]) -> Member | None:
