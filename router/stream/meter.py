@@ -144,18 +144,3 @@ class TokenMeter:
         """Notes that the client has been sent them: its time to read them is not the worker's."""
         if self._timer is not None:
             self._timer.waits_for_more()
-
-
-class NoMeter:
-    """Counts nothing: no call is attached."""
-
-    def detokenized_for(self, nanoseconds: int) -> None:
-        """No-op."""
-
-    def count(self, now: float, steps: StepCounter | None) -> bool:
-        """Counts nothing."""
-        del now, steps
-        return False
-
-    def leave(self) -> None:
-        """No-op."""
