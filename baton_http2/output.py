@@ -87,7 +87,7 @@ class Output:
 
     @property
     def read_bytes(self) -> int:
-        """What the transport has got rid of so far, of all frames."""
+        """The bytes of all frames that the transport has written so far."""
         return self._written_bytes - self._transport.get_write_buffer_size()
 
     @property

@@ -70,7 +70,7 @@ class KvEventsStub:
         self.subscribe = channel.unary_stream(_METHOD, serialize, KvMessage.read)
 
 
-class Pace:
+class EventPace:
     """The pace of one worker's messages."""
 
     def __init__(self) -> None:
@@ -223,7 +223,7 @@ class KvSubscriber:
 
     async def _subscribe(self, worker: WorkerHandle, reports: ReportStream) -> None:
         """Follows one subscription until it ends. Raises InvalidReply, and TimeoutError if nothing comes for long."""
-        record, now, pace = worker.record, asyncio.get_running_loop().time, Pace()
+        record, now, pace = worker.record, asyncio.get_running_loop().time, EventPace()
         ranks = record.data_parallel_ranks
         feed = KvFeed(record.process, record.epoch, self._caches, ranks, lambda: worker.load)
         call = worker.stub(KvEventsStub).subscribe(worker_pb2.SubscribeKvEventsRequest())

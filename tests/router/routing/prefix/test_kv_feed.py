@@ -11,7 +11,7 @@ from support.clock import ManualClock
 from baton.engine.v1 import worker_pb2
 from baton.errors import InvalidReply
 from baton.inference.v1.cluster_service_pb2 import MemoryTiers, WorkerLoad
-from router.placement.kv_events import KvFeed, Pace
+from router.placement.kv_events import EventPace, KvFeed
 from router.routing.prefix.kv_index import block_keys
 from router.routing.prefix.prefix_caches import Below, Cache, PrefixCaches
 from services.control import kv_event
@@ -88,11 +88,11 @@ def test_a_message_of_another_epoch_is_refused() -> None:
 
 
 def test_one_worker_s_messages_take_a_part_of_the_event_loop_only() -> None:
-    pace, now = Pace(), 1000.0
+    pace, now = EventPace(), 1000.0
     for _ in range(10_000):
         now += pace.seconds_after(20, now)
     assert 8 < now - 1000.0 < 10
-    assert Pace().seconds_after(18_000, now) == 0
+    assert EventPace().seconds_after(18_000, now) == 0
 
 
 def prompt(seed: int, blocks: int) -> list[bytes]:
