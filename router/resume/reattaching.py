@@ -66,6 +66,8 @@ async def _same_process(state: ExecutionState, lost: WorkerHandle) -> WorkerHand
 
 
 def _others_can(state: ExecutionState, lost: WorkerHandle) -> bool:
+    if state.is_disaggregated:
+        return False  # another one would have to run the prompt
     tried = state.attempts.tried if state.attempts else frozenset[str]()
     return state.placer.can_decode(state.routing_request, state.context_tokens, tried | {lost.record.process})
 
