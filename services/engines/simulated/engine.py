@@ -31,7 +31,7 @@ from services.engines.simulated.encoder import check_embeddings
 from services.engines.simulated.facts import kv_layout, model_facts
 from services.engines.simulated.kv import Claim, SimulatedKv, SimulatedLoan, SimulatedReservation
 from services.engines.simulated.ranks import RankParts, SimulatedRanks
-from services.engines.simulated.scheduler import SimulatedScheduler
+from services.engines.simulated.scheduler import PIECE_BLOCKS, SimulatedScheduler
 from services.engines.simulated.sequence import Sequence, chain
 from services.engines.simulated.tokens import TokenStream, vocabulary_of
 
@@ -45,6 +45,7 @@ class SimulatedEngine(Engine):
         self._vocabulary = vocabulary_of(config)
         self._parts = RankParts(config, rules)
         self._held: Counter[int] = Counter()
+        self._is_asleep = False
         self._resources = ExitStack()
         self._tasks = AsyncExitStack()
 
@@ -97,6 +98,26 @@ class SimulatedEngine(Engine):
             raise Unsupported("engine.kv_events is false: the engine does not report its prefix cache")
         return self._parts.kv_events.changes()
 
+    @property
+    def releases_memory(self) -> "SimulatedEngine":
+        """Itself."""
+        return self
+
+    async def release_memory(self) -> bool:
+        """Empties the pool. See ReleasesMemory."""
+        if any(rank.requests or rank.blocks.used for rank in self._ranks.all):
+            return False
+        self._is_asleep = True
+        for rank in self._ranks.all:
+            rank.blocks.clear()
+        self._memory.clear()
+        return True
+
+    async def resume_memory(self) -> None:
+        """Takes the configured time."""
+        await asyncio.sleep(self._config.wake_seconds)
+        self._is_asleep = False
+
     def load(self) -> EngineLoad:
         """Returns the running and waiting requests, and their blocks."""
         return self._ranks.load(len(self._held))
@@ -118,6 +139,7 @@ class SimulatedEngine(Engine):
         sequence.held, sequence.progress = True, progress
         await self._prepare(sequence)
         try:
+            await self._make_room(sequence)
             self._of(sequence).enqueue(sequence)
             await sequence.changed.wait()
             if sequence.error:
@@ -135,6 +157,7 @@ class SimulatedEngine(Engine):
         rank = self._ranks.of_prompt(prompt)
         scheduler = rank.scheduler
         try:
+            await scheduler.make_room(hashes, claim.count)
             scheduler.enqueue(claim)
             if not claim.changed.is_set():
                 await self._await(claim, scheduler)
@@ -188,13 +211,29 @@ class SimulatedEngine(Engine):
         """Lets a sequence join the batch, once its KV is found to be right."""
         await self._prepare(sequence)
         rank = self._ranks.all[sequence.rank]
-        await of_many(sequence.computed, partial(rank.contents.verify, sequence))
-        rank.contents.register(sequence.blocks, sequence.hashes[: sequence.computed // self._config.block_tokens])
+        if sequence.computed:
+            await of_many(sequence.computed, partial(rank.contents.verify, sequence))
+            await self._register(sequence)
+        else:
+            await self._make_room(sequence)
         if sequence.generated < sequence.sampling.max_tokens:
             rank.scheduler.enqueue(sequence)
             return
         sequence.finish = FinishReason.LENGTH
         sequence.changed.set()
+
+    async def _make_room(self, sequence: Sequence) -> None:
+        await self._of(sequence).make_room(sequence.hashes, -(-len(sequence.ids) // self._config.block_tokens))
+
+    async def _register(self, sequence: Sequence) -> None:
+        """Adds the pulled blocks to the prefix cache, very many in pieces."""
+        register = self._ranks.all[sequence.rank].contents.register
+        full = sequence.computed // self._config.block_tokens
+        for start in range(0, full, PIECE_BLOCKS):
+            if start:
+                await asyncio.sleep(0)
+            end = min(full, start + PIECE_BLOCKS)
+            register(sequence.blocks[start:end], sequence.hashes[start:end])
 
     async def _prepare(self, sequence: Sequence) -> None:
         """Prepares a sequence of ids of the vocabulary."""
@@ -284,6 +323,8 @@ class SimulatedEngine(Engine):
         check_embeddings(prompt.media)
 
     def _check_fits(self, num_tokens: int) -> None:
+        if self._is_asleep:
+            raise EngineFailed("its memory was released")
         limit = self._config.context_tokens
         if num_tokens > limit:
             raise InvalidRequest.of("prompt", f"leaves no room in a context of {limit} tokens")

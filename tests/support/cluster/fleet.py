@@ -16,6 +16,7 @@ from pathlib import Path
 
 import psutil
 from grpc_health.v1 import health_pb2, health_pb2_grpc
+from support.cluster.forked import ForkedRouter
 from support.cluster.processes import ROOT
 from support.cluster.progress import LONGEST_SECONDS, STALLED_SECONDS, Progress
 from support.cluster.server_kind import OVERRIDES
@@ -65,7 +66,8 @@ class Node:
         self.log = folder / f"{name}.log"
         listening = [f"listen={self.direct}", f"metrics_listen='{metrics}'"]
         self._command = [sys.executable, "-m", module, *overrides, *OVERRIDES, *listening]
-        self._popen: subprocess.Popen[bytes] | None = None
+        self._popen: subprocess.Popen[bytes] | ForkedRouter | None = None
+        self.is_forked = False  # a router whose next start takes no core for a second or two
 
     @property
     def address(self) -> str:
@@ -97,9 +99,12 @@ class Node:
             more = (f"advertise={self.proxy.address}", *more)
         if self.openai:
             more = (f"openai.listen={self.openai}", *more)
+        command = [*self._command, *more]
+        if self.is_forked:
+            self._popen = ForkedRouter(command[3:], self.log)
+            return
         with self.log.open("ab") as output:
             environment = {**os.environ, **self._environment}
-            command = [*self._command, *more]
             self._popen = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=output, stderr=output)
 
     def kill(self) -> None:
@@ -171,6 +176,7 @@ class FleetPlan:
     metrics: bool = False
     openai: bool = False  # whether routers serve OpenAI's API, too
     engine_seconds: float = 0.0  # seconds that a worker may wait for the processes of its engine
+    of_one: Mapping[str, Sequence[str]] = field(default_factory=dict)  # overrides of single workers, by name
 
 
 @dataclass(slots=True)
@@ -278,7 +284,7 @@ def _nodes(plan: FleetPlan, folder: Path) -> list[Node]:
         config = str(ROOT / f"deploy/config/{role}.yaml")
         for index in range(count):
             name = f"{role}-{index}"
-            nodes.append(node(plan.module, name, config, f"worker_id={name}", *plan.worker))
+            nodes.append(node(plan.module, name, config, f"worker_id={name}", *plan.worker, *plan.of_one.get(name, ())))
     config = str(ROOT / "deploy/config/router.yaml")
     for index in range(plan.routers):
         nodes.append(node("router", f"router-{index}", config, *_APART, *plan.router))
