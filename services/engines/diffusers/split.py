@@ -140,7 +140,7 @@ def _keep_part(network: Any, name: str, spec: TPShardSpec, shard: Shard, ranks: 
     where, parameter = name.rsplit(".", 1)
     layer = network.get_submodule(where)
     whole = getattr(layer, parameter)
-    if spec.dim is not None:
+    if spec.dim is not None and spec.block_sizes is not None:
         setattr(layer, parameter, torch.nn.Parameter(_part(whole, spec.dim, spec.block_sizes, shard), False))
     elif shard.rank:
         setattr(layer, parameter, None)
@@ -150,5 +150,5 @@ def _keep_part(network: Any, name: str, spec: TPShardSpec, shard: Shard, ranks: 
 
 def _part(whole: torch.Tensor, dim: int, blocks: list[int], shard: Shard) -> torch.Tensor:
     """The rank's part of each block, in memory of its own, so that the whole is freed."""
-    parts = (block.chunk(shard.size, dim)[shard.rank] for block in whole.detach().split(blocks, dim))
-    return torch.cat(list(parts), dim)
+    parts = [block.chunk(shard.size, dim)[shard.rank] for block in torch.split(whole.detach(), blocks, dim)]
+    return torch.cat(parts, dim)
