@@ -42,6 +42,7 @@ pytestmark = pytest.mark.timeout(300)
 CHECKPOINT = Path(__file__).parents[4] / "models" / "demo_diffusion"
 DRAWING = Drawing("a red circle", "", 5.0, 64, 64, steps=5, seed=4)
 SECONDS = 90
+READY_SECONDS = 200
 
 
 @asynccontextmanager
@@ -169,6 +170,7 @@ async def test_a_rank_that_hangs_is_noticed_and_is_ended_with_the_engine() -> No
             await running
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("lost", ["rank 1", "rank 0", "none"])
 async def test_a_worker_of_two_ranks_ends_with_the_code_that_says_why_and_leaves_no_process(
     lost: str, tmp_path: Path
@@ -176,7 +178,7 @@ async def test_a_worker_of_two_ranks_ends_with_the_code_that_says_why_and_leaves
     options = ["registry.kind=memory", "metrics_listen=''", f"engine.model={CHECKPOINT}", "engine.device=cpu"]
     more = ["engine.threads=1", "engine.tensor_parallel_size=2"]
     with process("services", "diffuse.yaml", [*options, *more], tmp_path / "worker.log") as started:
-        started.wait_until_serving()
+        await eventually(lambda: "worker ready" in started.log.read_text(), READY_SECONDS)
         [follower] = ranks_of(started.popen.pid)
         for each in (signal.SIGTERM, signal.SIGINT):
             follower.send_signal(each)  # as a whole process group gets them
