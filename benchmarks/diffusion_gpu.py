@@ -29,6 +29,7 @@ from services.engines.diffusers.engine import DiffusersEngine
 from services.engines.diffusers.replicas import ReplicatedEngine
 from services.engines.diffusers.tea_cache import TeaCache
 from services.engines.diffusion import Clip, ClipOptions, Diffuser, Drawing
+from services.engines.pytorch.parallel.ranks import OneRank
 
 STEPS, FEW_STEPS = 12, 4
 DRAWING = Drawing("a red circle", "", 5.0, 832, 480, STEPS, seed=1, clip=ClipOptions(frames=9, frames_per_second=8.0))
@@ -85,7 +86,7 @@ def tea_cache() -> None:
     original = pipeline.transformer
     for threshold in (None, *THRESHOLDS):
         pipeline.transformer = copy.deepcopy(original)
-        cache = TeaCache(pipeline.transformer, TeaCacheConfig(threshold=threshold)) if threshold else None
+        cache = TeaCache(pipeline.transformer, TeaCacheConfig(threshold=threshold), OneRank()) if threshold else None
         began = time.monotonic()
         if cache:
             cache.begin(STEPS)

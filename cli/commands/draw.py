@@ -11,6 +11,7 @@ from typing import Any
 from baton.connection.settings import CALL_SECONDS
 from baton.errors import InvalidRequest
 from cli.connection import connect
+from cli.outputs import require_writable
 from cli.request import standard_input, text_of
 
 
@@ -26,6 +27,7 @@ async def draw(arguments: argparse.Namespace) -> int:
     output, is_clip = Path(arguments.output), arguments.video or arguments.frames is not None
     if not is_clip and (output.suffix == ".mp4" or arguments.frames_per_second is not None):
         raise InvalidRequest.of("video", "clips need --video")
+    require_writable({"output": arguments.output})
     if is_clip:
         timing = {"frames": arguments.frames, "frames_per_second": arguments.frames_per_second}
         options.update(timing, mp4=output.suffix == ".mp4")

@@ -4,6 +4,7 @@ import asyncio
 import os
 from pathlib import Path
 
+import pytest
 from support.clients.baton_command import Baton
 from support.cluster.in_process import bench, simulated
 
@@ -36,6 +37,18 @@ async def test_a_wrong_option_is_named(baton: Baton, tmp_path: Path) -> None:
     assert "options.width" in outcome.err
     assert "cannot be written" in nowhere.err
     assert not (tmp_path / "a.png").exists()
+
+
+@pytest.mark.parametrize("name", ["none/a.png", "."])
+async def test_a_file_that_cannot_be_written_is_named_before_anything_is_drawn(
+    name: str, baton: Baton, tmp_path: Path
+) -> None:
+    async with bench(simulated("f1", "diffuse")) as running:
+        outcome = await baton("draw", "x", "-o", f"{tmp_path}/{name}", "--address", running.address)
+        assert running.workers["f1"].engines.part("diffuser").steps == 0
+    assert outcome.code == 2
+    assert "output: " in outcome.err
+    assert "cannot be written" in outcome.err
 
 
 async def test_each_frame_of_a_clip_is_a_file_and_both_clients_draw_the_same(baton: Baton, tmp_path: Path) -> None:

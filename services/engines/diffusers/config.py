@@ -41,7 +41,9 @@ class DiffusionConfig(EngineConfig):
     data_parallel_size: int = Field(
         default=1, ge=1, le=64, description="GPUs with a copy of the pipeline each, from the first one on."
     )
-    tensor_parallel_size: int = Field(default=1, ge=1, description="Only 1: a picture is drawn on one GPU.")
+    tensor_parallel_size: int = Field(
+        default=1, ge=1, le=64, description="Processes, with a GPU each, that draw each picture together."
+    )
     width: int = Field(default=0, ge=0, description="Where a request has none; 0 is the pipeline's own.")
     height: int = Field(default=0, ge=0)
     steps: int = Field(default=20, ge=1)
@@ -71,13 +73,6 @@ class DiffusionConfig(EngineConfig):
             raise ValueError(f"{folder} has no model_index.json")
         return folder.expanduser()
 
-    @field_validator("tensor_parallel_size")
-    @classmethod
-    def _is_one(cls, size: int) -> int:
-        if size > 1:
-            raise ValueError(f"a picture is drawn on one GPU, and not on {size}; data_parallel_size draws more at once")
-        return size
-
     @model_validator(mode="after")
     def _is_consistent(self) -> "DiffusionConfig":
         if self.frames > self.max_frames:
@@ -86,7 +81,17 @@ class DiffusionConfig(EngineConfig):
             raise ValueError("tea_cache: not with cpu_offload: stream, which needs the same layers in each step")
         if self.data_parallel_size > 1 and ":" in self.device:
             raise ValueError(f"data_parallel_size: {self.device} is one GPU; device: cuda has them all")
+        if self.tensor_parallel_size > 1:
+            self._check_ranks()
         return self
+
+    def _check_ranks(self) -> None:
+        if ":" in self.device:
+            raise ValueError(f"tensor_parallel_size: {self.device} is one GPU; device: cuda has them all")
+        if self.data_parallel_size > 1:
+            raise ValueError("tensor_parallel_size: not with data_parallel_size; start several workers")
+        if self.cpu_offload != "none":
+            raise ValueError("tensor_parallel_size: not with cpu_offload, which moves whole networks")
 
     @property
     def served_name(self) -> str:

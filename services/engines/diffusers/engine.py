@@ -15,6 +15,7 @@ from services.engines.base import ClipRules, DrawingRules, ModelFacts
 from services.engines.diffusers.config import DiffusionConfig
 from services.engines.diffusers.files import HAS_MP4
 from services.engines.diffusers.pipeline import Pipeline, fingerprint
+from services.engines.diffusers.ranks import REFUSALS, open_group
 from services.engines.diffusion import Clip, Drawing, Picture, Step
 from services.engines.kv import embedding_layout
 from services.engines.pytorch.batch_loop import BatchJob, BatchLoop
@@ -27,8 +28,6 @@ _RETRY_SECONDS = 1.0
 _NEWEST_SHARE = 0.3  # of a measurement in the average
 _MOST_UNREAD = 4  # steps of a picture; there is no preview while more wait, since each may be megabytes
 _LONGEST_REASON = 200  # in characters
-# What pipelines raise for options that they cannot draw by.
-_REFUSALS = (ValueError, TypeError, LookupError, ArithmeticError, AssertionError)
 
 
 class _NobodyWaits(Exception):
@@ -119,7 +118,7 @@ class DiffusionLoop(BatchLoop[DrawJob]):
                 self._draw(alike)
             except _NobodyWaits:
                 pass
-            except (RuntimeError, *_REFUSALS) as error:
+            except (RuntimeError, *REFUSALS) as error:
                 if any(job.is_test for job in alike) or not self._can_go_on(error):
                     raise
                 self._refuse(alike, error)
@@ -188,6 +187,17 @@ _TEST_STEPS = 2  # some solvers cannot do with one
 class DiffusersEngine(PyTorchPart[DiffusionConfig, DiffusionLoop]):
     """A pipeline in a folder (Diffuser)."""
 
+    async def __aexit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        try:
+            await super().__aexit__(kind, error, trace)
+        finally:
+            await asyncio.to_thread(self._group.close)
+
+    @property
+    def healthy(self) -> bool:
+        """False also once the process of another rank has ended."""
+        return self._group.failure is None and super().healthy
+
     @property
     def steps(self) -> int:
         """The steps of batches so far."""
@@ -215,9 +225,14 @@ class DiffusersEngine(PyTorchPart[DiffusionConfig, DiffusionLoop]):
     def _load(self) -> None:
         if self._config.threads is not None:
             torch.set_num_threads(self._config.threads)
-        with torch.inference_mode():
-            self._pipeline = Pipeline(self._config, device_named(self._config.device))
-            self._pipeline.warm_up(_TEST_STEPS, self._config.guidance_scale)
+        self._group = open_group(self._config)
+        try:
+            with torch.inference_mode():
+                self._pipeline = Pipeline(self._config, device_named(self._config.device), self._group)
+                self._pipeline.warm_up(_TEST_STEPS, self._config.guidance_scale, self._config.max_batch)
+        except BaseException:
+            self._group.close()
+            raise
 
     def _new_loop(self) -> DiffusionLoop:
         config, (width, height) = self._config, self._pipeline.default_size
@@ -235,7 +250,11 @@ class DiffusersEngine(PyTorchPart[DiffusionConfig, DiffusionLoop]):
             vocab_size=0,
             layout=embedding_layout(fingerprint(config.model), dtype, 1),
             load_seconds=load_seconds,
-            settings=(("pipeline", pipeline.name), ("max_batch", str(config.max_batch))),
+            settings=(
+                ("pipeline", pipeline.name),
+                ("max_batch", str(config.max_batch)),
+                ("tensor_parallel_size", str(config.tensor_parallel_size)),
+            ),
             images_only=True,
             drawing=_rules(config, pipeline),
         )

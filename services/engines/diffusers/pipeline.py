@@ -2,11 +2,13 @@
 
 import inspect
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import diffusers
+import numpy
 import torch
 from diffusers.image_processor import VaeImageProcessor
 from PIL import Image
@@ -14,6 +16,8 @@ from PIL import Image
 from baton.errors import ConfigError
 from services.engines.diffusers.config import DiffusionConfig
 from services.engines.diffusers.files import png, written
+from services.engines.diffusers.ranks import Group
+from services.engines.diffusers.split import split
 from services.engines.diffusers.tea_cache import TeaCache
 from services.engines.diffusion import Clip, Drawing, Picture
 from services.engines.pytorch.model import checkpoint
@@ -21,7 +25,9 @@ from services.engines.pytorch.model import checkpoint
 _INDEX = "model_index.json"
 _NEEDED = ("prompt", "num_inference_steps", "generator", "callback_on_step_end", "height", "width")
 _DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
-_NETWORKS = ("transformer", "unet")
+_NETWORKS = ("transformer", "unet", "transformer_2")
+_OTHER_PROMPT = "a red circle and a blue square"  # of another length
+_MOST_DIFFERENT = 4.0  # of 255, on average: more than the rounding of two steps
 _FRAMES = ("num_frames", "video_length")
 _FRAME_MULTIPLES = ("vae_scale_factor_temporal", "vae_temporal_compression_ratio")
 
@@ -33,10 +39,14 @@ What it raises ends the batch.
 
 
 class Pipeline:
-    """A loaded pipeline, on one thread. `default_size` and `has_previews` are known once it has been warmed up."""
+    """A loaded pipeline, on one thread. `default_size` and `has_previews` are known once it has been warmed up.
 
-    def __init__(self, config: DiffusionConfig, device: torch.device) -> None:
+    Each rank of a group that draws together has one.
+    """
+
+    def __init__(self, config: DiffusionConfig, device: torch.device, group: Group) -> None:
         self.device = device
+        self._group = group
         self.dtype = _dtype(config, device)
         found = pipeline_class(config.model)
         self.name = found.__name__
@@ -45,7 +55,11 @@ class Pipeline:
         except (OSError, ValueError, TypeError, ImportError, AttributeError) as error:
             raise ConfigError(f"engine.model: {config.model} cannot be loaded by {self.name}: {error}") from error
         self._pipeline: Any = loaded
-        self._tea_cache = TeaCache(self.network, config.tea_cache) if config.tea_cache else None
+        ranks = group.join(device)
+        if group.shard.size > 1:
+            for network in self._networks():
+                split(network, group.shard, ranks)
+        self._tea_cache = TeaCache(self.network, config.tea_cache, ranks) if config.tea_cache else None
         _place(loaded, config, device)
         loaded.set_progress_bar_config(disable=True)
         self._takes = frozenset(inspect.signature(found.__call__).parameters)
@@ -56,10 +70,12 @@ class Pipeline:
     @property
     def network(self) -> torch.nn.Module:
         """The network that removes noise."""
-        found: torch.nn.Module = next(
-            part for name in _NETWORKS if (part := getattr(self._pipeline, name, None)) is not None
-        )
-        return found
+        return next(self._networks())
+
+    def _networks(self) -> Iterator[torch.nn.Module]:
+        """A second one, of some pipelines, draws the last steps."""
+        found = (getattr(self._pipeline, name, None) for name in _NETWORKS)
+        return (network for network in found if network is not None)
 
     @property
     def has_negative_prompts(self) -> bool:
@@ -82,22 +98,43 @@ class Pipeline:
         """The calls of the network so far, of which TeaCache left out the blocks."""
         return self._tea_cache.reused if self._tea_cache else 0
 
-    def warm_up(self, steps: int, guidance_scale: float) -> None:
-        """Draws a picture of the default size."""
+    def warm_up(self, steps: int, guidance_scale: float, max_batch: int) -> None:
+        """Draws a picture of the default size. Raises ConfigError if it would be another one in a batch."""
         width, height = self.default_size
         drawing = Drawing("", "", guidance_scale, width, height, steps, seed=0)
-        ((image,),) = self._run([drawing], self._learn_of_latents)
-        self.default_size = image.size
+        [alone] = self._test([drawing])
+        self.default_size = alone.size
+        if max_batch > 1:
+            together, _ = self._test([drawing, replace(drawing, prompt=_OTHER_PROMPT, seed=1)])
+            difference = numpy.abs(numpy.asarray(alone, float) - numpy.asarray(together, float)).mean()
+            if difference > _MOST_DIFFERENT:
+                raise ConfigError(f"engine.max_batch: must be 1, since {self.name} draws other pictures in a batch")
+
+    def _test(self, drawings: Sequence[Drawing]) -> list[Image.Image]:
+        with self._group.drawing(drawings):
+            return [image for (image,) in self._run(drawings, self._learn_of_latents)]
 
     def draw(self, drawings: Sequence[Drawing], after_step: AfterStep) -> list[Picture | Clip]:
         """Returns the files. All drawings have the same size, frames, steps and guidance scale."""
 
         def ended(_pipeline: object, step: int, _time: object, tensors: dict[str, Any]) -> dict[str, Any]:
-            after_step(step + 1, lambda index: self._preview(tensors["latents"][index : index + 1]))
+            with self._group.step():
+                after_step(step + 1, lambda index: self._preview(tensors["latents"][index : index + 1]))
             return {}
 
-        drawn = self._run(drawings, ended)
+        with self._group.drawing(drawings):
+            drawn = self._run(drawings, ended)
         return [written(drawing, frames) for drawing, frames in zip(drawings, drawn, strict=True)]
+
+    def follow(self, drawings: Sequence[Drawing]) -> None:
+        """Draws what rank 0 of the group draws, for its part in it."""
+        with self._group.drawing(drawings):
+            self._run(drawings, self._follow_step)
+        self.free()
+
+    def _follow_step(self, *_: object) -> dict[str, Any]:
+        with self._group.step():
+            return {}
 
     def free(self) -> None:
         """Gives the memory of an ended batch back to the device."""
@@ -167,7 +204,7 @@ class Pipeline:
     ) -> dict[str, Any]:
         has_decoder = isinstance(getattr(self._pipeline, "vae", None), diffusers.AutoencoderKL)
         self.has_previews = has_decoder and tensors["latents"].ndim == (4 if self._frames is None else 5)
-        return {}
+        return self._follow_step()
 
     def _preview(self, latents: torch.Tensor) -> bytes:
         """The picture, or the first frame."""

@@ -15,6 +15,7 @@ import torch
 
 from baton.errors import ConfigError
 from services.engines.diffusers.config import TeaCacheConfig
+from services.engines.pytorch.parallel.ranks import Ranks
 
 Inputs = Mapping[str, Any]
 
@@ -74,11 +75,11 @@ class TeaCache:
     the hooks which move their weights are outermost.
     """
 
-    def __init__(self, transformer: Any, config: TeaCacheConfig) -> None:
+    def __init__(self, transformer: Any, config: TeaCacheConfig, ranks: Ranks) -> None:
         name = type(transformer).__name__
         if name not in _KINDS:
             raise ConfigError(f"engine.tea_cache: {name} is not supported; expected one of {', '.join(_KINDS)}")
-        self._kind, self._config = _KINDS[name], config
+        self._kind, self._config, self._ranks = _KINDS[name], config, ranks
         self.reused = 0  # of the transformer's calls, those without blocks
         self._steps = self._step = self._call = 0
         self._memories: dict[int, _Memory] = {}
@@ -135,8 +136,9 @@ class TeaCache:
         if is_first_or_last or before is None or before.shape != compared.shape or memory.added is None:
             memory.change = 0.0
             return False
-        relative = ((compared - before).abs().mean() / before.abs().mean()).item()
-        memory.change += polynomial(self._config.coefficients, relative)
+        relative = ((compared - before).abs().mean() / before.abs().mean()).float()
+        self._ranks.share(relative)  # so that all leave out the same steps
+        memory.change += polynomial(self._config.coefficients, relative.item())
         if memory.change < self._config.threshold:
             return True
         memory.change = 0.0

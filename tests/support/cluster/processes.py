@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import grpc
+import psutil
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from support.cluster.progress import Progress
 from support.cluster.server_kind import OVERRIDES
@@ -80,3 +81,8 @@ def process(module: str, config: str, overrides: Sequence[str], log: Path) -> It
             popen.send_signal(signal.SIGCONT)
             popen.kill()
             popen.wait(10)
+
+
+def ranks_of(pid: int) -> list[psutil.Process]:
+    """The processes of the ranks above 0 of an engine in process `pid`."""
+    return [each for each in psutil.Process(pid).children() if "spawn_main" in " ".join(each.cmdline())]

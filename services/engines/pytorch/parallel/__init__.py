@@ -7,7 +7,8 @@ peer_ranks.py      small ones of these between GPUs of one host, by kernels that
 peer_memory.py     that memory: its layout, and how the ranks map it
 messages.py        what rank 0 tells the others
 followers.py       what rank 0 needs of the others, wherever they run, and what it refuses
-local_leader.py    ranks on rank 0's host: it starts their processes and notices their end
+processes.py       the processes of ranks on rank 0's host: their start, messages and end
+local_leader.py    ranks on rank 0's host, as rank 0 sees them: it tells them each step
 local_follower.py  a rank above 0: loads its part, joins, computes each step; its process, which rank 0 starts
 multi_node/        ranks that are started for themselves, on any host, and join rank 0 over TCP
 """

@@ -25,7 +25,9 @@ class Followers(Protocol):
     """
 
     shard: Shard
-    failure: str | None
+
+    @property
+    def failure(self) -> str | None: ...
 
     def least_blocks(self, num_blocks: int) -> int:
         """Waits until all ranks have loaded, and returns the blocks that every one has memory for.

@@ -1,22 +1,16 @@
-"""The process of a rank above 0 that rank 0 has started on its host. It registers nowhere and serves nothing.
+"""The process of a rank above 0 that rank 0 has started on its host.
 
 A rank above 0: it loads its part, joins the others, and computes each step that rank 0 announces.
 """
 
-import logging
 import mmap
-import multiprocessing
 import os
-import signal
-import sys
-import threading
 from contextlib import suppress
 from multiprocessing import reduction
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, Protocol
 
-import structlog
 import torch
 
 from baton.errors import BatonError
@@ -28,6 +22,7 @@ from services.engines.pytorch.kv_cache.pool_size import layout_of, num_blocks
 from services.engines.pytorch.model.loading import LoadedModel, choose_device, load_model
 from services.engines.pytorch.parallel.joining import SameHost, join
 from services.engines.pytorch.parallel.messages import Begin, Loaded, NotLoaded, Ready, ZeroBlocks
+from services.engines.pytorch.parallel.processes import enter_process, leave_process
 from services.engines.pytorch.parallel.shards import Shard, part_of_pool
 from services.engines.pytorch.runners.fused_runner import FusedRunner
 from services.engines.pytorch.runners.selection import fused_runner
@@ -71,15 +66,9 @@ def obey(
                 progress.ready()
 
 
-_log = structlog.get_logger(__name__)
-
-
 def follow(shard: Shard, config: PyTorchConfig, meeting: Path, pipe: Connection) -> None:
-    """Runs until rank 0 says so, or ends. Rank 0 decides when: signals that whole process groups get are ignored."""
-    for each in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(each, signal.SIG_IGN)
-    _end_with_parent()
-    _log_to_stderr()
+    """Runs until rank 0 says so, or ends."""
+    enter_process()
     if config.threads is not None:
         torch.set_num_threads(config.threads)
     if choose_device(config).type == "cuda":
@@ -92,8 +81,7 @@ def follow(shard: Shard, config: PyTorchConfig, meeting: Path, pipe: Connection)
         runner, pool = _begin(loaded, config, meeting, pipe)
         with suppress(EOFError):
             obey(runner, pool, shard, pipe, _Silent())
-    sys.stderr.flush()
-    os._exit(0)  # NCCL would wait for the other ranks
+    leave_process()
 
 
 class _Silent:
@@ -109,23 +97,6 @@ class _Silent:
 
     def stepped(self, tokens: int) -> None:
         """No-op."""
-
-
-def _end_with_parent() -> None:
-    """Ends this process when rank 0's has ended, also amid an operation that waits for rank 0."""
-    parent = multiprocessing.parent_process()
-    assert parent is not None
-
-    def wait() -> None:
-        parent.join()
-        os._exit(1)
-
-    threading.Thread(target=wait, name="baton-parent", daemon=True).start()
-
-
-def _log_to_stderr() -> None:
-    level = structlog.make_filtering_bound_logger(logging.WARNING)
-    structlog.configure(wrapper_class=level, logger_factory=structlog.PrintLoggerFactory(sys.stderr))
 
 
 def _begin(

@@ -106,6 +106,14 @@ async def test_waiting_pictures_of_one_shape_are_one_batch_and_the_queue_is_boun
     assert max(differences) <= 1
 
 
+async def test_a_pipeline_that_draws_other_pictures_in_a_batch_is_refused_by_the_field(tmp_path: Path) -> None:
+    """Latte leaves a prompt's padding out if it draws one picture alone."""
+    config = CONFIG.model_copy(update={"max_batch": 2, "model": write_latte(tmp_path)})
+    with pytest.raises(ConfigError, match=r"engine\.max_batch: must be 1, since LattePipeline"):
+        async with DiffusersEngine(config):
+            pass
+
+
 CLIP = replace(DRAWING, prompt="a red circle moves left", clip=ClipOptions(frames=8, frames_per_second=12.5))
 
 

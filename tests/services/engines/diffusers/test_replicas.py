@@ -81,7 +81,6 @@ async def test_no_drawing_goes_to_a_copy_that_has_ended() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"tensor_parallel_size": 2}, "tensor_parallel_size.*\n.*a picture is drawn on one GPU, and not on 2"),
         ({"data_parallel_size": 2, "device": "cuda:1"}, "data_parallel_size: cuda:1 is one GPU"),
         ({"data_parallel_size": 0}, "data_parallel_size"),
     ],

@@ -21,6 +21,7 @@ from support.engines.pipelines import write_flux, write_latte, write_wan
 from services.engines.diffusers.config import DiffusionConfig, TeaCacheConfig
 from services.engines.diffusers.engine import DiffusersEngine
 from services.engines.diffusers.tea_cache import TeaCache, polynomial
+from services.engines.pytorch.parallel.ranks import OneRank
 
 STEPS = 6
 PICTURE = Drawing("a red circle", "", 4.0, 64, 64, STEPS, seed=1)
@@ -66,7 +67,7 @@ async def test_a_clip_is_drawn_with_fewer_calls_whatever_the_blocks_do_with_its_
 
 def test_what_is_kept_of_a_batch_is_freed_at_its_end(tmp_path: Path) -> None:
     pipeline = diffusers.WanPipeline.from_pretrained(write_wan(tmp_path))
-    cache = TeaCache(pipeline.transformer, TeaCacheConfig(threshold=1.0))
+    cache = TeaCache(pipeline.transformer, TeaCacheConfig(threshold=1.0), OneRank())
     cache.begin(steps=3)
     pipeline("a", height=32, width=32, num_frames=1, num_inference_steps=2, output_type="latent")
     assert cache._memories
@@ -78,7 +79,7 @@ def test_what_is_kept_of_a_batch_is_freed_at_its_end(tmp_path: Path) -> None:
 def test_a_transformer_that_it_does_not_know_is_named_with_the_field() -> None:
     unet = torch.nn.Linear(1, 1)
     with pytest.raises(ConfigError, match=r"engine\.tea_cache: Linear is not supported; expected one of Flux"):
-        TeaCache(unet, TeaCacheConfig(threshold=1.0))
+        TeaCache(unet, TeaCacheConfig(threshold=1.0), OneRank())
 
 
 def test_the_polynomial_is_from_the_highest_power_down() -> None:
@@ -93,7 +94,6 @@ def test_the_polynomial_is_from_the_highest_power_down() -> None:
         ({"tea_cache": {"threshold": 1}, "cpu_offload": "stream"}, "tea_cache: not with cpu_offload: stream"),
         ({"cpu_offload": "disk"}, "cpu_offload"),
         ({"data_parallel_size": 0}, "data_parallel_size"),
-        ({"tensor_parallel_size": 2}, "tensor_parallel_size"),
         ({"frames": 9, "max_frames": 8}, "max_frames"),
     ],
 )

@@ -12,7 +12,7 @@ import psutil
 import pytest
 import torch
 from pydantic import ValidationError
-from support.cluster.processes import Process, process
+from support.cluster.processes import Process, process, ranks_of
 from support.engines.checkpoints import DEMO
 from support.engines.device import DEVICE
 from support.engines.embedded import Checkpoint
@@ -152,8 +152,3 @@ def worker(folder: Path, *more: str) -> AbstractContextManager[Process]:
     options = ["registry.kind=memory", "metrics_listen=''", f"engine.model={DEMO}", "engine.tensor_parallel_size=2"]
     where = more or ("engine.device=cpu",)
     return process("services", "worker.yaml", [*options, *where, "engine.threads=1"], folder / "worker.log")
-
-
-def ranks_of(pid: int) -> list[psutil.Process]:
-    """The processes of the ranks above 0 of an engine in process `pid`."""
-    return [each for each in psutil.Process(pid).children() if "spawn_main" in " ".join(each.cmdline())]
