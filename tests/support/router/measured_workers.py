@@ -17,6 +17,7 @@ class Measured:
     record: WorkerRecord
     latency: WorkerLatency
     problem: str = ""
+    wake_seconds: float = 0.0
 
 
 def measured(
