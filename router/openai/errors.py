@@ -233,6 +233,8 @@ def _param(field: str, names: FieldNames) -> str:
         return names.max_tokens
     if names.items is not None and (turn := _TURN.match(field)):
         return _item(turn, names)
+    if names.items is not None and field == "chat.messages":
+        return "input"
     field = _OF_FUNCTION.sub(rf"\1.{names.function}\2", field)
     for pattern, name in _RENAMED:
         if pattern.search(field):

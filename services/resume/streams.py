@@ -36,6 +36,8 @@ Own = Callable[[KeptStream], Awaitable[None]]
 
 # A parked decode ends once requests have found no room for so long, looked at so often.
 _ROOM_SECONDS, _LOOK_SECONDS = 1.0, 0.25
+# As many as AttachRequest, and the journal, can count: after them only those come that count none.
+_MOST_ATTEMPTS = 2**32 - 1
 _NO_DIGEST = bytes(sha256().digest_size)
 
 
@@ -381,7 +383,7 @@ def require_later(stream: KeptStream, request: decode_pb2.AttachRequest) -> None
         return
     if request.attempt and request.attempt <= stream.attempt:
         raise StaleAttempt(f"attempt {request.attempt} comes after attempt {stream.attempt}")
-    stream.attempt = request.attempt or stream.attempt + 1
+    stream.attempt = request.attempt or min(stream.attempt + 1, _MOST_ATTEMPTS)
 
 
 def _require_last(stream: KeptStream, attachment: int) -> None:

@@ -175,6 +175,7 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("no call_id", {"input": [{"type": "function_call", "name": "a", "arguments": "{}"}]}, "input[0].call_id"),
     ("no output", {"input": [{"type": "function_call_output", "call_id": "c1"}]}, "input[0].output"),
     ("a reference", {"input": [{"type": "item_reference", "id": "fc_1"}]}, "input[0].id"),
+    ("no items", {"input": []}, "input"),
 ]  # fmt: skip
 
 
