@@ -61,9 +61,9 @@ class SimulatedRegistry:
         """True if a call of this node would be answered."""
         return not (self.is_away or self.network.is_cut(node, self._node))
 
-    def registered(self) -> set[str]:
-        """The ids of the workers that are registered."""
-        return {record.worker_id for record in self.memory.workers()}
+    def registered(self) -> dict[str, int]:
+        """The epochs of the workers that are registered, by their ids."""
+        return {record.worker_id: record.epoch for record in self.memory.workers()}
 
 
 class NodeRegistry:
