@@ -92,6 +92,14 @@ class Outside:
                     self.workers = tuple(usable)
                     return
 
+    async def lists_tenant(self, tenant: str) -> None:
+        """Waits until the router lists that tenant of another router, which it must first find in the registry."""
+        async with timeout(PATIENCE_SECONDS):
+            while True:
+                listing = self.operators.ListTenants(cluster_service_pb2.ListTenantsRequest(), timeout=20)
+                if tenant in {each.tenant for each in (await unary(listing)).tenants}:
+                    return
+
     async def answer(self, **fields: Any) -> generate_pb2.Finished:
         request = generate_pb2.GenerateRequest(**{"prompt": "hello", "stopping": {"max_tokens": 4}, **fields})
         metadata = (*RECORDED, (TENANT_KEY, "one"))
@@ -207,8 +215,7 @@ async def test_what_a_newer_router_says_is_taken_or_left(outside: Outside) -> No
             request = record_pb2.GetRecordsRequest(request_id="any")
             # Where it is the lender, it refuses.
             assert {await outside.status() for _ in range(6)} <= {"OK", "RESOURCE_EXHAUSTED"}
-            listing = outside.operators.ListTenants(cluster_service_pb2.ListTenantsRequest(), timeout=20)
-            assert "elsewhere" in {each.tenant for each in (await unary(listing)).tenants}
+            await outside.lists_tenant("elsewhere")
             [found] = (await unary(outside.stub.GetRecords(request, timeout=20))).records
             assert found.cause == NEWER
 
