@@ -80,7 +80,8 @@ def router_of(plan: Plan, node: Node, registry: Any, address: str, siblings: Sim
         probe=ProbeConfig(interval_seconds=0.5, timeout_seconds=0.5, hung_seconds=1.5),
         retry=RetryConfig(answer_seconds=fleet.answer_seconds),
         multiplex=fleet.multiplex,
-        admission={"max_running_per_worker": fleet.max_running, "max_waiting": fleet.max_waiting},
+        # The kernel may give one process what its clients meant for all.
+        admission={"max_running_per_worker": fleet.max_running, "max_waiting": fleet.max_waiting * fleet.processes},
         quotas={"default": quota, "tenants": {"probe": {}}, "unreachable_seconds": 5.0} if fleet.has_quotas else {},
         peers={"listen": f"{node.ip}:7071"},
         openai={"listen": f"{address}:{HTTP_PORT}"} if has_http else {},
