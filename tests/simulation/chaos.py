@@ -134,6 +134,8 @@ class Chaos:
                 await self._cut((fault.target,), fault.others, fault.seconds)
             case "lost_lease":
                 await self._cut((fault.target,), (NAME,), fault.seconds)
+            case "expire":
+                world.registry.expire(fault.target)
             case "outage":
                 world.registry.is_away = True
                 await asyncio.sleep(fault.seconds)

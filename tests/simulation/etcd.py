@@ -73,6 +73,11 @@ class SimulatedEtcd:
         async with EtcdRegistry(config, _NAMESPACE, TTL_SECONDS) as registry:
             yield registry
 
+    def expire(self, name: str) -> None:
+        """Forgets the record of a process that has kept its lease, as a member does that has lost what it knew."""
+        for entry in [one for key, one in self._entries.items() if key.endswith(b"/" + name.encode()) and one.lease]:
+            self._node.context().run(self._expire, entry.lease)
+
     def registered(self) -> dict[str, int]:
         """The epochs of the workers that are registered, by their ids."""
         keys = WorkerKeys(_NAMESPACE)

@@ -17,7 +17,7 @@ CLIENT_STEPS = ("encode", "prefill", "decode", "prefetch", "release", "token")
 MOMENTS = (0.0, 2e-4, 1e-3, 5e-3, 3e-2)
 PROCESS_KINDS = ("kill", "vanish", "pause", "drain", "leave")
 NETWORK_KINDS = ("reset", "half", "slow", "cut", "partition", "reset_all")
-REGISTRY_KINDS = ("outage", "lost_lease")
+REGISTRY_KINDS = ("outage", "lost_lease", "expire")
 # Seconds of a fault: also just beyond the product's own times, until a worker is taken for hung, and until its record
 # expires. A shorter one would lose no lease.
 LENGTHS = (0.05, 0.5, 1.7, 3.3, 6.0, 15.0)

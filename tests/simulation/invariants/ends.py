@@ -112,7 +112,7 @@ class StatusesAreRight(Invariant):
             # Each worker has a twin with room for its answers: only what touches a router, or goes on in it, is felt.
             names = set(world.plan.fleet.router_names)
             kinds = {fault.kind for fault in world.plan.faults}
-            if kinds <= {"kill", "vanish", "pause", "drain", "leave", "reset", "half", "slow", "lost_lease"}:
+            if kinds <= {"kill", "vanish", "pause", "drain", "leave", "reset", "half", "slow", "lost_lease", "expire"}:
                 return bool(world.chaos.disturbed(result.started, names, _AFTER_SECONDS))
         return bool(world.chaos.disturbed(result.started, None, _AFTER_SECONDS))
 
