@@ -22,7 +22,7 @@ def out_of_range(path: str, schema: Mapping[str, Any]) -> Iterator[FieldViolatio
     """Yields the bounds that leave only integers which the compiler would round."""
     for keyword in (*_LOWER, *_UPPER, "multipleOf"):
         value = schema.get(keyword)
-        if not _is_number(value):
+        if not is_number(value):
             continue
         beyond = abs(value) if keyword == "multipleOf" else value if keyword in _LOWER else -value
         if beyond > LARGEST_INTEGER:
@@ -50,13 +50,13 @@ def _narrow(schema: dict[str, Any]) -> None:
     """Bounds that are beyond the exact integers on their far side, such as those of 64-bit integers."""
     for keyword in (*_LOWER, *_UPPER):
         value = schema.get(keyword)
-        if _is_number(value) and abs(value) > LARGEST_INTEGER:
+        if is_number(value) and abs(value) > LARGEST_INTEGER:
             schema[keyword] = -LARGEST_INTEGER if keyword in _LOWER else LARGEST_INTEGER
 
 
 def _bounds(schemas: Sequence[Mapping[str, Any]], keywords: Sequence[str]) -> list[float]:
     values = (schema.get(keyword) for schema in schemas for keyword in keywords)
-    return [value for value in values if _is_number(value)]
+    return [value for value in values if is_number(value)]
 
 
 def _avoid_excluded_integers(schema: dict[str, Any], lower: Sequence[float], upper: Sequence[float]) -> None:
@@ -78,7 +78,7 @@ def _avoid_excluded_integers(schema: dict[str, Any], lower: Sequence[float], upp
 
 def _integer(value: object) -> int | None:
     """A bound that is an integer, such as 1 and 1.0; None for others."""
-    return int(value) if _is_number(value) and value == floor(value) else None
+    return int(value) if is_number(value) and value == floor(value) else None
 
 
 def _beside(excluded: int, other: float) -> float:
@@ -88,5 +88,6 @@ def _beside(excluded: int, other: float) -> float:
     return min(_CLOSEST_TO_ZERO, other / 1000) if other > 0 else max(-_CLOSEST_TO_ZERO, other / 1000)
 
 
-def _is_number(value: object) -> TypeGuard[int | float]:
+def is_number(value: object) -> TypeGuard[int | float]:
+    """True for numbers of JSON."""
     return isinstance(value, int | float) and not isinstance(value, bool)

@@ -9,7 +9,7 @@ from typing import Any
 from urllib.parse import unquote
 
 from baton.errors import FieldViolation, InvalidRequest
-from grammars.bounds import LARGEST_INTEGER, is_inexact, out_of_range, rewrite_bounds
+from grammars.bounds import LARGEST_INTEGER, is_inexact, is_number, out_of_range, rewrite_bounds
 
 MAX_DEPTH = 64
 MAX_PROPERTIES = 1000
@@ -38,10 +38,22 @@ UNSUPPORTED_KEYWORDS = frozenset(
 )
 """Keywords of JSON Schema that the grammar compiler does not follow."""
 
+# Of these the values that constrain nothing, as programs write them: such a keyword is dropped.
+_IDLE = {"uniqueItems": (False,), "propertyNames": (True, {}, {"type": "string"})}
+
 FORMATS = frozenset(
     {"date", "date-time", "duration", "email", "hostname", "ipv4", "ipv6", "time", "unknown", "uri", "uuid"}
 )
 """The values of `format` that are followed."""
+
+# Those of OpenAPI, which say how a value is stored: its type, or bounds in their place, constrain it as much.
+_STORED_AS: Mapping[str, tuple[str, Mapping[str, int]]] = {
+    "int32": ("integer", {"minimum": -(2**31), "maximum": 2**31 - 1}),
+    "int64": ("integer", {"minimum": -(2**63), "maximum": 2**63 - 1}),
+    "float": ("number", {}),
+    "double": ("number", {}),
+    "password": ("string", {}),
+}
 
 _NAMED_SCHEMAS = ("properties", "patternProperties", "$defs", "definitions")
 _LISTED_SCHEMAS = ("allOf", "anyOf", "oneOf", "prefixItems")
@@ -90,8 +102,28 @@ def read_schema(text: str, path: str) -> dict[str, Any] | bool:
     if "\\u" in text:
         _require_pairs(schema, path)
     _check(schema, path)
-    rewrite_bounds([place.schema for place in _places(_Place(path, 0, schema)) if isinstance(place.schema, dict)])
+    found = [place.schema for place in _places(_Place(path, 0, schema)) if isinstance(place.schema, dict)]
+    for one in found:
+        _drop_idle(one)
+    rewrite_bounds(found)
     return schema
+
+
+def _drop_idle(schema: dict[str, Any]) -> None:
+    """Drops the keywords that constrain nothing, or nothing but bounds."""
+    for keyword in _IDLE:
+        schema.pop(keyword, None)
+    if _is_stored_as(schema):
+        for keyword, bound in _STORED_AS[schema.pop("format")][1].items():
+            given, nearer = schema.get(keyword, bound), max if keyword == "minimum" else min
+            schema[keyword] = nearer(given, bound) if is_number(given) else given
+
+
+def _is_stored_as(schema: Mapping[str, Any]) -> bool:
+    given, kinds = schema.get("format"), schema.get("type")
+    if not isinstance(given, str) or given not in _STORED_AS:
+        return False
+    return _STORED_AS[given][0] in (kinds if isinstance(kinds, list) else (kinds,))
 
 
 def _require_pairs(schema: object, path: str) -> None:
@@ -180,13 +212,16 @@ def _inner(place: _Place, schema: Mapping[str, Any]) -> Iterator[_Place]:
 
 
 def _violations(path: str, schema: Mapping[str, Any]) -> Iterator[FieldViolation]:
-    for keyword in schema:
-        if keyword in UNSUPPORTED_KEYWORDS:
+    for keyword, value in schema.items():
+        if keyword in UNSUPPORTED_KEYWORDS and value not in _IDLE.get(keyword, ()):
             yield FieldViolation(f"{path}.{keyword}", f"the keyword {keyword} is not supported in guided decoding")
     given = schema.get("format")
-    if isinstance(given, str) and given not in FORMATS:
+    if isinstance(given, str) and given not in FORMATS and not _is_stored_as(schema):
         text = f"the format {given!r} is not supported in guided decoding; supported are {', '.join(sorted(FORMATS))}"
         yield FieldViolation(f"{path}.format", text)
+    if _may_repeat(schema):
+        text = "can be one more than the names in `required`: the compiler lets other names come more than once"
+        yield FieldViolation(f"{path}.minProperties", text)
     if "x-guidance" in schema:
         yield FieldViolation(f"{path}.x-guidance", "is reserved")
     for keyword in ("const", "enum"):
@@ -194,6 +229,13 @@ def _violations(path: str, schema: Mapping[str, Any]) -> Iterator[FieldViolation
             for field, value in _values(schema[keyword], f"{path}.{keyword}"):
                 if is_inexact(value):
                     yield FieldViolation(field, f"is an integer beyond {LARGEST_INTEGER}, which cannot be followed")
+
+
+def _may_repeat(schema: Mapping[str, Any]) -> bool:
+    """True if an object needs several names that are not required, of which the compiler would allow one repeatedly."""
+    least, required = schema.get("minProperties"), schema.get("required")
+    names = {name for name in required if isinstance(name, str)} if isinstance(required, list) else set()
+    return is_number(least) and least > len(names) + 1
 
 
 def _values(value: object, path: str) -> Iterator[tuple[str, object]]:

@@ -113,13 +113,21 @@ class ThinkingBlock(Fields):
     signature: str = ""
 
 
+class DirectCaller(Fields):
+    """The model itself."""
+
+    type: Literal["direct"]
+
+
 class ToolUseBlock(Block):
-    """A call of an earlier turn."""
+    """A call of an earlier turn. The last fields are those of the official packages' objects, sent back as they are."""
 
     type: Literal["tool_use"]
     id: str
     name: str
     input: dict[str, Any]
+    caller: DirectCaller | None = None
+    toolset_name: None = None
 
 
 class ToolResultBlock(Block):

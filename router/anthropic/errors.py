@@ -3,15 +3,20 @@
 import json
 import re
 from collections.abc import Mapping
+from typing import Any
 
 from baton.errors import BatonError, InvalidRequest, Overloaded, Unsupported
 from router.openai.call import HttpCall
-from router.openai.errors import LACKED, ErrorResponse, headers_of, status_of
+from router.openai.errors import LACKED, ErrorResponse, UnsupportedField, headers_of, status_of
 from router.openai.exchange import MODELS_PATH, Api, Headers
 
 MESSAGES = "/v1/messages"
 _VERSION_HEADER = "anthropic-version"
 _OVERLOADED = 529
+
+THREAD = "thread"  # the field of a body: a conversation that the server holds
+# By this the official packages know that they are to send the conversation instead.
+_NO_THREADS = {"error_code": "thread_unsupported_request", "unsupported": [THREAD]}
 
 _TYPES = {
     400: "invalid_request_error",
@@ -50,7 +55,7 @@ def failure_of(error: BatonError, call: HttpCall) -> ErrorResponse:
     return ErrorResponse(_status(error), json.dumps(body).encode(), headers_of(error))
 
 
-def describe(error: BatonError, places: Mapping[str, str]) -> dict[str, str]:
+def describe(error: BatonError, places: Mapping[str, str]) -> dict[str, Any]:
     """The object `error`. `places` are where the body has the turns and parts of the request's conversation."""
     message = error.message
     if isinstance(error, InvalidRequest):
@@ -60,7 +65,9 @@ def describe(error: BatonError, places: Mapping[str, str]) -> dict[str, str]:
         message = field_name(field, places) + separator + rest if separator else places.get(found[0], field)
     elif isinstance(error, Unsupported):
         message = LACKED.sub(lambda one: field_name(one[0], places), message)
-    return {"type": _TYPES.get(_status(error), "api_error"), "message": message}
+    described = {"type": _TYPES.get(_status(error), "api_error"), "message": message}
+    is_of_thread = isinstance(error, UnsupportedField) and error.field == THREAD
+    return {**described, "details": _NO_THREADS} if is_of_thread else described
 
 
 def field_name(field: str, places: Mapping[str, str]) -> str:

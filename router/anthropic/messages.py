@@ -12,6 +12,7 @@ from pydantic import Field
 from baton.errors import InvalidRequest
 from baton.inference.v1 import generate_pb2, tokenize_pb2
 from router.anthropic.content import Block, CacheControl, CacheMarks, Conversation, InputTurn, TextBlock
+from router.anthropic.errors import THREAD
 from router.openai.fields import Fields, Number, OnlyFalse, Uint32, json_text, refuse
 
 
@@ -146,10 +147,13 @@ class PromptFields(Fields):
     output_config: OutputConfig | None = None
     cache_control: CacheControl | None = None
     speed: Literal["standard"] | None = None
+    thread: dict[str, Any] | None = None
 
     def set_prompt(self, made: generate_pb2.GenerateRequest) -> Conversation:
         """Sets the conversation, and the part of it to retain. Raises InvalidRequest and Unsupported."""
         made.chat.SetInParent()
+        if self.thread is not None:
+            raise refuse(THREAD, "no conversation is held here; send all of it")
         if not self.messages:
             raise InvalidRequest.of("messages", "is empty")
         offer_tools(made.chat, self.tools or [], self.tool_choice)

@@ -9,6 +9,7 @@ from router.kserve.tensors import (
     EMBEDDING,
     FINAL,
     VERSION,
+    assign,
     check_tensor_parameters,
     check_version,
     parameters_of,
@@ -38,11 +39,9 @@ def embed_request(request: pb.ModelInferRequest) -> embed_pb2.EmbedRequest:
     for name, value in parameters_of(request).items():
         if name not in _PARAMETERS:
             raise InvalidRequest.of(f"parameters.{name}", f"unknown parameter; expected {' or '.join(_PARAMETERS)}")
-        if isinstance(value, bool) != (name == "normalize"):
-            raise InvalidRequest.of(f"parameters.{name}", f"has the wrong type, {type(value).__name__}")
         try:
-            setattr(made, name, value)
-        except (TypeError, ValueError, OverflowError) as error:
+            assign(made, name, value, is_flag=name == "normalize")
+        except TypeError as error:
             raise InvalidRequest.of(f"parameters.{name}", str(error)) from None
     return made
 

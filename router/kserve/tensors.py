@@ -244,10 +244,18 @@ def _set(message: Any, field: str, value: Any) -> None:
             if not (token_id.isascii() and token_id.isdecimal()) or type(bias) not in (int, float):
                 raise TypeError("must be a JSON object of biases by token id")
             message.logit_bias[int(token_id)] = bias
-    elif isinstance(value, bool) == (field in _FLAGS):
-        setattr(message, field, value)
     else:
-        raise TypeError(f"has the wrong type, {type(value).__name__}")
+        assign(message, field, value, is_flag=field in _FLAGS)
+
+
+def assign(message: Any, field: str, value: Any, *, is_flag: bool = False) -> None:
+    """Sets a field of one value. Raises TypeError for one that it cannot hold."""
+    try:
+        if isinstance(value, bool) != is_flag:
+            raise TypeError
+        setattr(message, field, value)
+    except (TypeError, ValueError, OverflowError):
+        raise TypeError(f"cannot be {json.dumps(value)[:80]}") from None
 
 
 def _guide(made: generate_pb2.GenerateRequest, field: str, value: Any) -> None:
@@ -264,7 +272,7 @@ def _guide(made: generate_pb2.GenerateRequest, field: str, value: Any) -> None:
     elif field == "json_schema" and isinstance(value, dict):
         made.guided.json_schema = json.dumps(value, ensure_ascii=False)
     else:
-        setattr(made.guided, field, value)
+        assign(made.guided, field, value)
 
 
 def _parsed(value: Any) -> Any:

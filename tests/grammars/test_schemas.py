@@ -133,6 +133,13 @@ def test_any_answer_that_a_schema_allows_is_valid(schema: dict[str, Any], seed: 
         ({"$ref": "#/a~1b%20c", "a/b c": {"type": "integer", "minimum": 0, "exclusiveMinimum": True}}, "1", "0"),
         ({"$ref": "https://a.b/c#/x", "$id": "https://a.b/c", "x": {"const": 2}}, "2", "1"),
         ({"items": {"$ref": "#"}, "type": "array"}, "[[]]", "1"),
+        ({"type": "integer", "format": "int32", "minimum": 1}, str(2**31 - 1), str(2**31)),
+        ({"type": "integer", "format": "int64", "exclusiveMinimum": 0}, "1", "0"),
+        ({"type": ["null", "number"], "format": "double"}, "0.5", '"a"'),
+        ({"type": "string", "format": "password", "maxLength": 1}, '"a"', '"ab"'),
+        ({"type": "array", "items": {"enum": [1]}, "uniqueItems": False}, "[1,1]", "[2]"),
+        ({"propertyNames": {"type": "string"}, "additionalProperties": {"enum": [1]}}, '{"a":1}', '{"a":2}'),
+        ({"required": ["a"], "minProperties": 2, "properties": {"a": {"enum": [1]}}}, '{"a":1,"b":2}', '{"a":1}'),
     ],
 )
 def test_bounds_are_followed_exactly(schema: Bounds, right: str, wrong: str) -> None:
@@ -161,6 +168,11 @@ def test_bounds_are_followed_exactly(schema: Bounds, right: str, wrong: str) -> 
         ('{"items": {"$ref": 5}}', "items.$ref"),
         ('{"$ref": "https://a.b/c"}', "$ref"),
         ('{"items": {"$id": "https://a.b/c", "$ref": "#/x"}, "x": {}}', "items.$id"),
+        ('{"items": {"minProperties": 2}}', "items.minProperties"),
+        ('{"required": ["a", "a"], "minProperties": 3, "patternProperties": {"^x": {}}}', "minProperties"),
+        ('{"propertyNames": {"pattern": "^a"}}', "propertyNames"),
+        ('{"type": "string", "format": "int32"}', "format"),
+        ('{"type": "integer", "format": "int16"}', "format"),
     ],
 )
 def test_schemas_that_cannot_be_followed_are_refused_by_their_path(text: str, path: str) -> None:

@@ -15,7 +15,7 @@ from support.clients.openai_api import OPENAI_ROUTER, client_of, openai_bench, t
 from support.cluster.demo import demo_worker
 from support.cluster.in_process import Bench, simulated
 from support.engines.checkpoints import DEMO
-from support.engines.written_engine import HERMES_TEMPLATE, REASONING_TEMPLATE, writes, written_engines
+from support.engines.written_engine import HERMES_TEMPLATE, REASONING_TEMPLATE, follows, writes, written_engines
 from support.eventually import eventually
 from support.log_fields import merge_log_fields
 from support.servers.https import ok, web
@@ -118,7 +118,7 @@ async def test_tools_are_called_whole_and_streamed_and_their_results_taken() -> 
                 for call in calls
                 if call.type == "tool_use"
             ]
-            for content in (whole.content, final.content):
+            for content in (whole.content, final.content, [block.model_dump() for block in final.content]):
                 turns: Any = [
                     *MESSAGES,
                     {"role": "assistant", "content": content},
@@ -126,6 +126,24 @@ async def test_tools_are_called_whole_and_streamed_and_their_results_taken() -> 
                 ]
                 again = await messages.create(messages=turns, max_tokens=500, tools=[TOOL], model="demo")
                 assert again.usage.input_tokens > whole.usage.input_tokens
+
+
+async def test_the_packages_loop_of_tools_sends_the_whole_conversation_instead_of_a_thread() -> None:
+    asked: list[str] = []
+
+    @anthropic.beta_async_tool
+    async def weather(city: str) -> str:
+        """The weather."""
+        asked.append(city)
+        return "rain"
+
+    with written_engines():
+        async with openai_bench(follows([CALL % "Oslo", "Rain."])) as running:
+            runner = anthropic_of(running).beta.messages.tool_runner(
+                model="demo", max_tokens=500, messages=MESSAGES, tools=[weather]
+            )
+            answer = await runner.until_done()
+    assert (asked, answer.stop_reason, answer.content[0].type) == (["Oslo"], "end_turn", "text")
 
 
 @pytest.mark.feature("tool arguments as they come", engine="written", facade="anthropic")

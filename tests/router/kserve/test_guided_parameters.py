@@ -92,6 +92,11 @@ async def test_a_wrong_grammar_is_named(model: Bench) -> None:
         ({"stop_token_ids": '["a"]'}, "parameters.stop_token_ids"),
         ({"stop_token_ids": "5"}, "parameters.stop_token_ids"),
         ({"bad_words": ""}, "sampling.bad_words[0]"),
+        ({"sampling": {"guided_regex": 1}}, "sampling_parameters.guided_regex: cannot be 1"),
+        ({"sampling": {"seed": -1}}, "sampling_parameters.seed: cannot be -1"),
+        ({"sampling": {"n": [1]}}, "sampling_parameters.n: cannot be [1]"),
+        ({"top_p": "high"}, 'parameters.top_p: cannot be "high"'),
+        ({"sampling": {"top_p": True}}, "sampling_parameters.top_p: cannot be true"),
     ]
     for parameters, named in wrong:
         with pytest.raises(grpc.aio.AioRpcError) as refused:
