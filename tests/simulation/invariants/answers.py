@@ -7,6 +7,7 @@ from simulation.reference import prompt_of, reference
 
 # More answers than are kept for their readers. And how a resumption may end as any call may.
 _MANY_PARKED, _LONG_SECONDS, _AFTER_SECONDS = 256, 30.0, 30.0
+_MANY_BLOCKS, _FEW = 200, 2
 _REFUSED = {"RESOURCE_EXHAUSTED", "DEADLINE_EXCEEDED", "CANCELLED"}
 
 
@@ -90,5 +91,8 @@ class ResumptionsGoOn(Invariant):
     def _is_explained(self, refusal: str, asked: Any) -> bool:
         """True if the call ended as any call may, or if the answer was one of too many that wait for their readers."""
         code, _, reason = refusal.partition(" ")
-        may_be_dropped = self.world.plan.fleet.keep_parked < _MANY_PARKED or asked.timeout < _LONG_SECONDS
+        fleet = self.world.plan.fleet
+        # An answer without a reader gives its room to requests that find none.
+        has_room = fleet.blocks >= _MANY_BLOCKS and fleet.max_batch > _FEW and fleet.keep_parked >= _MANY_PARKED
+        may_be_dropped = not has_room or asked.timeout < _LONG_SECONDS
         return code in _REFUSED or (may_be_dropped and reason == "STREAM_LOST")
