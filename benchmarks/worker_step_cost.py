@@ -10,7 +10,6 @@ import asyncio
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from functools import partial
 
 from engine_protocol.multiplex.response_queue import CallTokens, ResponseQueue
 from services.engines.answer import Finished
@@ -35,8 +34,7 @@ async def measure(sequences: int) -> list[float]:
     queue, engine = ResponseQueue(), []
     for number in range(sequences):
         steps = Steps()
-        tokens = CallTokens(number, steps, is_paused=False)
-        await steps.subscribe(partial(queue.mark_ready, tokens))
+        await steps.subscribe(CallTokens(queue, number, steps, is_paused=False).mark_ready)
         engine.append(steps)
     seconds = []
     for _ in range(STEPS):

@@ -31,7 +31,6 @@ from router.routing.prefix.predicted import PredictedSeconds
 from router.routing.retry import Retries
 from router.running import RunningRequests
 from router.sessions import SessionEnds
-from router.telemetry.request_metrics import NoMetrics, RecordedMetrics
 from router.text.grammar_check import GrammarCheck
 from router.tokenization import Tokenization
 from router.workers.cluster import Cluster
@@ -81,8 +80,7 @@ async def open_request_path(
             following["kv_subscriptions"] = KvSubscriber(cluster, policy.caches, policy.forget).follow
         await stack.enter_async_context(lasting_tasks(following))
         grammars = stack.enter_context(GrammarCheck(limits.grammar_seconds))
-        # Metrics that are not served are not measured.
-        running = RunningRequests(RecordedMetrics() if config.metrics_listen else NoMetrics())
+        running = RunningRequests()
         unauthenticated = UnauthenticatedTenants(config.admission.unauthenticated_tenants, config.quotas.tenants)
         contexts = ContextFactory(limits, config.allow_faults, frozenset(config.auth.proxies), unauthenticated)
         recorder = _recorder(config, cluster)
@@ -91,7 +89,7 @@ async def open_request_path(
             await stack.enter_async_context(lasting_tasks({"records": recorder.run}))
         placer, workers = Placer(cluster, config.routing, policy), RoleWorkers(cluster)
         decodes = ReadDecodes()
-        executor = Executor(placer, retries, running.metrics, decodes)
+        executor = Executor(placer, retries, decodes)
         if config.moving.at_once:
             following = {"moves": Mover(cluster, placer, decodes, config.moving).follow}
             await stack.enter_async_context(lasting_tasks(following))

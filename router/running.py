@@ -6,7 +6,7 @@ from typing import Any
 
 from baton.errors import Cancelled
 from router.context import RequestContext, RequestTable
-from router.telemetry.request_metrics import RequestMetrics
+from router.telemetry import request_metrics
 from router.telemetry.spans import set_result_attributes
 from rpc.tracing.span import Span, current_span, stage_span
 from runtime.telemetry.logs import add_log_fields
@@ -15,8 +15,7 @@ from runtime.telemetry.logs import add_log_fields
 class RunningRequests:
     """The running requests of a router, in `table`. `record` takes those with notes that have ended."""
 
-    def __init__(self, metrics: RequestMetrics) -> None:
-        self.metrics = metrics
+    def __init__(self) -> None:
         self.table = RequestTable()
         self.record: Callable[[RequestContext, BaseException | None], None] = lambda _ctx, _error: None
 
@@ -64,13 +63,13 @@ class _Running:
         ctx = self._ctx
         self._requests.table.add(ctx)
         add_log_fields(request_id=ctx.request_id, call_id=ctx.cancellation.call_id)
-        self._requests.metrics.begin()
+        request_metrics.began()
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         ctx, stats = self._ctx, self._ctx.stats
         try:
             stats.record_end(error)
-            self._requests.metrics.end(stats)
+            request_metrics.ended(stats)
             if stats.timings.is_traced:
                 set_result_attributes(stats, current_span())
             add_log_fields(**stats.log_fields())

@@ -12,6 +12,7 @@ config.py                        the configuration
 keeping.py                       a worker that has a keeper
 
 keeper/       the process that holds what outlives the worker's, and starts it again
+sleeping/     models that share memory: who has it, and a worker's sleep
 requests/     calls, prompts and sampling parameters, fault injection
 multimodal/   media of prompts and their embeddings
 resume/       decodes that are kept for the next router

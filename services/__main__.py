@@ -72,7 +72,7 @@ async def _work(config: WorkerConfig, keeper: KeeperClient | None, stopping: asy
             return
         # Without `keep_memory` a keeper only starts the worker again.
         holder = keeper if config.keep_memory.is_on else None
-        begin_start(keeper, config.keep_memory)
+        begin_start(keeper, config)
         await stack.enter_async_context(beating(keeper, stopping))
         opening = host_worker(config, keeper=holder)
         if keeper is not None and keeper.start.is_successor:

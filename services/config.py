@@ -21,6 +21,7 @@ from runtime.telemetry.logs import LogConfig
 from services.engines.context import EngineConfig
 from services.engines.registry import read_engine_config
 from services.engines.simulated.config import SimulatedConfig
+from services.sleeping.config import SleepConfig
 from services.transports.registry import read_options, transport_class
 
 
@@ -144,6 +145,7 @@ class WorkerConfig(Section):
     embed: EmbedConfig = EmbedConfig()
     keep: KeepConfig = KeepConfig()
     keep_memory: KeepMemoryConfig = KeepMemoryConfig()
+    sleep: SleepConfig = SleepConfig()
     media: MediaConfig = MediaConfig()
     transports: tuple[str, ...] = Field(
         default=("cuda_ipc", "shm", "tcp"),
@@ -189,6 +191,12 @@ class WorkerConfig(Section):
             raise ValueError(f"keep_memory: roles: a worker of {', '.join(self.roles)} has nothing that can be kept")
         if self.keep_memory.is_on and (why_not := self.engine.why_not_kept(kv=self.keep_memory.kv)):
             raise ValueError(f"keep_memory: {why_not}")
+        return self
+
+    @model_validator(mode="after")
+    def _may_sleep(self) -> "WorkerConfig":
+        if self.sleep.group is not None and set(self.roles) != with_kv():
+            raise ValueError("sleep: roles: must be prefill and decode: what a worker hands over it cannot free")
         return self
 
     @model_validator(mode="after")

@@ -6,6 +6,8 @@ from contextlib import aclosing
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from google.protobuf.duration_pb2 import Duration
+
 from baton.engine.v1 import worker_pb2, worker_pb2_grpc
 from baton.errors import Unsupported
 from baton.inference.v1 import cluster_service_pb2, media_pb2, model_pb2, timing_pb2
@@ -244,8 +246,15 @@ def _load_message(load: EngineLoad, shed: int, kept: KeptUsage) -> cluster_servi
         shed=shed,
         kept_streams=kept.attached + kept.parked,
         parked_streams=kept.parked,
+        wake=None if load.wake_seconds is None else _duration(load.wake_seconds),
         memory=_memory_message(load.memory) if load.memory else None,
     )
+
+
+def _duration(seconds: float) -> Duration:
+    duration = Duration()
+    duration.FromNanoseconds(int(seconds * 1e9))
+    return duration
 
 
 def _memory_message(memory: MemoryTiers) -> cluster_service_pb2.MemoryTiers:

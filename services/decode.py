@@ -74,6 +74,7 @@ class DecodeServicer(decode_pb2_grpc.DecodeServiceServicer):
             assert self._decoder is not None
             call.stage = timing_pb2.STAGE_HANDOFF_WAIT
             prompt = await self._requests.prompt(request)
+            await call.awake()
             return await self._decoder.allocator.allocate(request, prompt, read_sampling(request.sampling), context)
 
     async def Prefetch(self, request: decode_pb2.PrefetchRequest, context: Any) -> decode_pb2.PrefetchResponse:
@@ -141,6 +142,7 @@ class DecodeServicer(decode_pb2_grpc.DecodeServiceServicer):
             await call.faults.inject("warm")
             call.faults = NO_FAULTS  # the others are planned for the decode
             prompt = await self._requests.prompt(request)
+            await call.awake()
             num_bytes = await self._decoder.warmer.warm(read_handoff(request.handoff), prompt, call)
         return decode_pb2.WarmResponse(num_bytes=num_bytes)
 
@@ -255,6 +257,7 @@ class Decoder:
         """Pulls blocks of a prompt that is being computed, for its decode. Raises as Prefetcher.run does."""
         await check_limits(self._engine.facts, prompt, Sampling(max_tokens=1))
         require_lora(self._engine, prompt)
+        await call.awake()
         return await self._puller.prefetcher.run(followed, prompt, call)
 
     async def decode(
@@ -268,6 +271,7 @@ class Decoder:
         """
         await check_limits(self._engine.facts, work.prompt, work.sampling)
         require_lora(self._engine, work.prompt)
+        await call.awake()
         await call.faults.inject("queue")
         async with self._prepared(work, call) as prepared:
             yield prepared.accepted

@@ -11,11 +11,12 @@ from baton.errors import ConfigError, Draining, LayoutMismatch, RequestExists, U
 from baton_http2.sockets.accepting import open_sockets
 from runtime.aio import run_to_completion, wait_until_done
 from runtime.network import split_address
-from services.config import KeepMemoryConfig
+from services.config import WorkerConfig
 from services.engines.base import Engine
 from services.keeper.client import KeeperClient
 from services.keeper.messages import KeeperLost
 from services.requests.calls import Calls
+from services.sleeping.group import SLEEP_GROUP
 from services.telemetry import metrics
 
 log = structlog.get_logger(__name__)
@@ -42,7 +43,8 @@ class Upgrader:
         kept.
         """
         if self._keeper is None or self._engine is None:
-            raise Unsupported("the worker keeps no KV (keep_memory.kv), and cannot be upgraded in place")
+            why = "keeps no KV (keep_memory.kv), or shares its memory (sleep.group)"
+            raise Unsupported(f"the worker {why}: it cannot be upgraded in place")
         if self._calls.draining:
             raise Draining("the worker is draining, and cannot be upgraded")
         if self._is_running:
@@ -82,14 +84,17 @@ async def beating(keeper: KeeperClient | None, stopping: asyncio.Event) -> Async
         await wait_until_done(task)
 
 
-def begin_start(keeper: KeeperClient | None, wanted: KeepMemoryConfig) -> None:
+def begin_start(keeper: KeeperClient | None, config: WorkerConfig) -> None:
     """Tells how long the start may take, and has the keeper free what is not to be kept: the process before this one
     may have had another configuration.
     """
     if keeper is None:
         return
+    wanted = config.keep_memory
     keeper.begin(wanted.start_seconds)
-    for name, is_wanted in {"weights": wanted.weights, "kv": wanted.kv, _LISTEN: wanted.is_on}.items():
+    shares = wanted.is_on and config.sleep.group is not None
+    names = {"weights": wanted.weights, "kv": wanted.kv, _LISTEN: wanted.is_on, SLEEP_GROUP: shares}
+    for name, is_wanted in names.items():
         if not is_wanted:
             keeper.drop(name)
 

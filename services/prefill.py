@@ -116,6 +116,7 @@ class Prefiller:
         """
         await check_limits(self._engine.facts, prompt, sampling)
         require_lora(self._engine, prompt)
+        await call.awake()
         await call.faults.inject("queue")
         await self._borrower.borrow(source, prompt, call)
         asked = perf_counter()

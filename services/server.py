@@ -2,6 +2,7 @@
 
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, aclosing, asynccontextmanager
+from dataclasses import replace
 from functools import partial
 
 import structlog
@@ -34,6 +35,7 @@ from services.parts import WorkerParts, open_parts
 from services.requests.calls import Calls
 from services.requests.fault_injection import FaultReader
 from services.resume.streams import KeptStreams
+from services.sleeping.sleeper import open_sleeper
 from services.telemetry import metrics
 from services.worker import Drainer, Worker
 from services.worker_engines import WorkerEngines, open_engines
@@ -82,10 +84,14 @@ async def host_worker(
     async with AsyncExitStack() as stack:
         if registry is None:
             registry = await stack.enter_async_context(open_registry(config.registry, config.namespace))
+        sleeper = await stack.enter_async_context(open_sleeper(config.sleep, config.worker_id, keeper))
         engines = await stack.enter_async_context(open_engines(config, registry, keeper))
+        engines = replace(engines, sleeper=sleeper)
         identity = await _identify(config, registry, engines)
         leases = await stack.enter_async_context(LeaseTable(config.handoff.lease_seconds, clock))
-        calls = Calls(identity, FaultReader(config.engine.allows_fault_injection))
+        if sleeper is not None and engines.engine is not None:
+            await stack.enter_async_context(sleeper.running(engines.engine, lambda: bool(len(leases))))
+        calls = Calls(identity, FaultReader(config.engine.allows_fault_injection), sleeper)
         registration = WorkerRegistration(registry)
         drainer = Drainer(calls, leases, registration, config.drain_seconds, _fetch_seconds(engines))
         kept = await stack.enter_async_context(KeptStreams(config.keep, engines.load, engines.journal))
@@ -135,7 +141,7 @@ async def _open_services(
             Shedding(parts.decodes, parts.calls),
             RoleChanger(worker.identity, registration, partial(_record, worker), parts.calls, worker.leases),
             worker.kept,
-            Upgrader(keeper, worker.engine, parts.calls),
+            Upgrader(None if worker.engines.sleeper else keeper, worker.engine, parts.calls),
         )
         aborter = Aborter(parts.calls, worker.leases)
         control_servicer = WorkerServicer(worker.epoch, worker.engines, aborter, worker.drainer, moving)

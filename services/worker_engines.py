@@ -32,6 +32,7 @@ from services.engines.memory.allocation import AllocationRules
 from services.engines.registry import open_engine, open_part
 from services.keeper.client import KeeperClient
 from services.multimodal.embedding_pull import EmbeddingPool
+from services.sleeping.sleeper import Sleeper
 
 _ENCODER = "encoder"
 # Chat templates mark with these tags which text a model is trained on; they render to nothing.
@@ -54,6 +55,7 @@ class WorkerEngines:
     encoding: Encoding | None
     chat_template: str = ""  # replaces the model's own
     parts: Mapping[str, EnginePart] = field(default_factory=dict)
+    sleeper: Sleeper | None = None  # of an engine that shares memory with those of other workers
 
     def part(self, name: str) -> Any:
         """The part of the engine that serves a role, such as `embedder`; None if no role of the worker needs it."""
@@ -108,6 +110,9 @@ class WorkerEngines:
             DIGESTS_HANDOFFS: self.engine is not None and self.engine.memory is not None,
             BAD_WORDS: self.engine is not None and "bad_words" not in facts.unsupported_sampling,
         }
+        if self.sleeper is not None:
+            # What others held of a worker, or waited for, would keep it from sleeping, and them from waking.
+            able |= {WHOLE_REQUESTS: True} | dict.fromkeys([EARLY_HANDOFF, MOVES_DECODES, PREFIX_LOANS], False)
         return tuple(name for name, is_able in able.items() if is_able)
 
     @property
@@ -120,6 +125,7 @@ class WorkerEngines:
         load = EngineLoad()
         if self.engine is not None:
             load = self.engine.load()
+            load = self.sleeper.added_to(load) if self.sleeper is not None else load
         elif self.encoding is not None:
             pool = self.encoding.pool
             load = EngineLoad(blocks_total=pool.total, blocks_used=pool.used, blocks_held=pool.used)

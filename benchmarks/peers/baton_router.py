@@ -76,7 +76,11 @@ def main() -> None:
     import uvloop
 
     from runtime.garbage import collect_rarely
-    from runtime.telemetry.logs import configure_logging
+
+    try:
+        from runtime.telemetry.logs import configure_logging
+    except ImportError:  # an earlier Baton's
+        from runtime.logs import configure_logging  # type: ignore[import-not-found,no-redef]
 
     configure_logging("json", "info")
     collect_rarely()

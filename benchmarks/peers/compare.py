@@ -111,7 +111,9 @@ class Comparison:
                     await self._measure(plan, number)
 
     async def _measure(self, plan: LoadPlan, number: int) -> None:
-        for each in tuple(self.measured):
+        # Each round begins with another one: the first finds engines and a client that have rested.
+        first = number % len(self.measured)
+        for each in (*self.measured[first:], *self.measured[:first]):
             if each.router.pid is None and plan.number != _DIRECT_STREAMS and plan.model != HALF:
                 continue
             try:

@@ -119,7 +119,7 @@ def costs(run: Run) -> str:
                 f"{_median(samples, lambda sample: sample.tokens_a_message):.2f}",
             )
         )
-    return _table((*names, "tokens a message"), rows)
+    return _table(names, rows)
 
 
 def _running(samples: Sequence[Sample]) -> str:

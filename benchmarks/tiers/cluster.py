@@ -51,6 +51,7 @@ class _View:
 
     problem = embedding_layout = encoder = ""
     requests = waiting_tokens = others_tokens = 0
+    wake_seconds = 0.0
     token_seconds = None
     loras = KnownLoras()
 

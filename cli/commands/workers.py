@@ -54,7 +54,7 @@ def _worker_row(worker: cluster_service_pb2.Worker) -> list[str]:
     return [
         worker.worker_id,
         ", ".join(worker.roles),
-        state_name(worker.state),
+        _state(worker),
         worker.address,
         worker.model,
         f"{load.running}/{load.waiting}",
@@ -79,6 +79,14 @@ def _memory(worker: cluster_service_pb2.Worker) -> list[str]:
         *shares,
         str(memory.prompt_tokens),
     ]
+
+
+def _state(worker: cluster_service_pb2.Worker) -> str:
+    """Its state, and of a model that sleeps the time to wake."""
+    name = state_name(worker.state)
+    if not worker.load.HasField("wake"):
+        return name
+    return f"{name}, asleep ({worker.load.wake.ToNanoseconds() / 1e9:.1f} s)"
 
 
 def _location(worker: cluster_service_pb2.Worker) -> str:

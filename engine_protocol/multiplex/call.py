@@ -88,8 +88,7 @@ class ServedCall(CallContext):
         """The caller is behind, or not any more."""
         (self._may_write.clear if is_paused else self._may_write.set)()
         if self._tokens is not None:
-            self._tokens.is_paused = is_paused
-            self._queue.mark_ready(self._tokens)
+            self._tokens.pause(is_paused=is_paused)
 
     def record_sent(self) -> None:
         """The status is on its way."""
@@ -132,7 +131,7 @@ class ServedCall(CallContext):
         if self._timer is not None:
             self._timer.cancel()
         if self._tokens is not None:
-            self._queue.forget(self._tokens)
+            self._tokens.close()
 
     def _expire(self) -> None:
         self._finish(StatusCode.DEADLINE_EXCEEDED, "Deadline Exceeded")
@@ -178,9 +177,9 @@ class ServedCall(CallContext):
         del message_of
         if self._is_over:
             raise aio.UsageError("the call is over")
-        tokens = self._tokens = CallTokens(self.number, source, is_paused=not self._may_write.is_set())
+        self._tokens = CallTokens(self._queue, self.number, source, is_paused=not self._may_write.is_set())
         try:
-            return await self._queue.send(tokens)
+            return await self._tokens.send()
         finally:
             self._tokens = None
 

@@ -3,7 +3,6 @@
 import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Protocol
 
 from baton.engine.v1 import multiplex_pb2 as pb
@@ -29,21 +28,55 @@ class Ended(Protocol):
 
 
 class CallTokens:
-    """The tokens that one call sends, `count` so far. `done` ends with them, and `has_ended` says so at less cost."""
+    """The tokens that one call sends, `count` so far. `done` ends with them.
 
-    __slots__ = ("call", "count", "done", "has_ended", "is_paused", "source")
+    Without a `source` none are pulled: while the call is paused, and after the end. It refers to what it calls when it
+    has tokens, which is `mark_ready`; `is_ready` until they are pulled.
+    """
 
-    def __init__(self, call: int, source: TokenSource, *, is_paused: bool) -> None:
+    __slots__ = ("_queue", "_source", "call", "count", "done", "is_ready", "source")
+
+    def __init__(self, queue: "ResponseQueue", call: int, source: TokenSource, *, is_paused: bool) -> None:
+        self._queue = queue
+        self._source: TokenSource | None = source
         self.call = call
-        self.source: TokenSource | None = source  # until its end is no longer waited for
-        self.is_paused = is_paused
-        self.has_ended = False
+        self.source = None if is_paused else self._source
+        self.is_ready = False
         self.count = 0
         self.done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
+    async def send(self) -> int:
+        """Sends the tokens until the last ones. Returns how many. Raises what their source raises."""
+        try:
+            if self._source is not None:
+                await self._source.subscribe(self.mark_ready)
+                await self.done
+            return self.count
+        finally:
+            self.close()
+
+    def mark_ready(self) -> None:
+        """The source has tokens: those of all calls are pulled together."""
+        if not self.is_ready:
+            self.is_ready = True
+            ready = self._queue.ready
+            if not ready:
+                self._queue.wake.set()
+            ready.append(self)
+
+    def pause(self, *, is_paused: bool) -> None:
+        """Pulls none until it is resumed."""
+        self.source = None if is_paused else self._source
+        if not is_paused:
+            self.mark_ready()
+
+    def close(self) -> None:
+        """Pulls no more: the call has ended."""
+        self.source = self._source = None
+
     def end(self, error: Exception | None = None) -> None:
         """Notes that the source has given its last ids, or has failed."""
-        self.has_ended = True
+        self.close()
         if self.done.done():
             return
         if error is None:
@@ -68,9 +101,9 @@ class ResponseQueue:
         self._answered: set[int] = set()
         self._ended: list[Ended] = []
         self._bytes = 0
-        self._ready: dict[CallTokens, None] = {}
+        self.ready: list[CallTokens] = []
         self._ending: set[int] = set()  # calls whose last tokens were taken, and whose status has not come
-        self._wake = asyncio.Event()
+        self.wake = asyncio.Event()
         self._writable = asyncio.Event()
         self._writable.set()
 
@@ -84,33 +117,10 @@ class ResponseQueue:
         self._ended.append(ended)
         self._add(pb.CallAnswer(call=call, status=status), status.ByteSize())
 
-    def mark_ready(self, tokens: CallTokens) -> None:
-        """A source has tokens, or its call was resumed."""
-        if not tokens.is_paused:
-            if not self._ready:
-                self._wake.set()
-            self._ready[tokens] = None
-
-    def forget(self, tokens: CallTokens) -> None:
-        """The call has ended."""
-        self._ready.pop(tokens, None)
-
     def close(self) -> None:
         """Nothing more is sent."""
         for ended in self._ended:
             ended.record_lost()
-
-    async def send(self, tokens: CallTokens) -> int:
-        """Sends the tokens of a call until the last ones. Returns how many. Raises what their source raises."""
-        try:
-            if tokens.source is not None:
-                await tokens.source.subscribe(partial(self.mark_ready, tokens))
-                await tokens.done
-            return tokens.count
-        finally:
-            self.forget(tokens)
-            # It refers to what it calls when it is ready.
-            tokens.source = None
 
     async def wait_until_writable(self) -> None:
         """Waits while too much waits to be sent."""
@@ -119,8 +129,8 @@ class ResponseQueue:
     async def pull(self) -> Batch:
         """The next message, as soon as there is one."""
         while True:
-            await self._wake.wait()
-            self._wake.clear()
+            await self.wake.wait()
+            self.wake.clear()
             calls, ids = self._pull_tokens()
             if calls or self._answers:
                 break
@@ -130,8 +140,8 @@ class ResponseQueue:
         self._answers, self._ended, self._bytes = [], [], 0
         self._answered.clear()
         self._writable.set()
-        if self._ready:
-            self._wake.set()
+        if self.ready:
+            self.wake.set()
         return batch
 
     async def _let_calls_end(self) -> None:
@@ -145,7 +155,7 @@ class ResponseQueue:
         self._answers.append(answer)
         self._answered.add(answer.call)
         self._bytes += size + _ANSWER_BYTES
-        self._wake.set()
+        self.wake.set()
         if self._bytes >= _MESSAGE_BYTES:
             self._writable.clear()
 
@@ -153,16 +163,16 @@ class ResponseQueue:
         # One loop without a call but the source's: for each token of a step.
         calls: list[int] = []
         all_ids: list[int] = []
-        ready, answered = tuple(self._ready), self._answered
-        self._ready.clear()
+        ready, answered = self.ready, self._answered
+        self.ready = []
         for tokens in ready:
-            source = tokens.source
-            if tokens.is_paused or tokens.has_ended or source is None:
-                continue  # until it is resumed
-            call = tokens.call
+            tokens.is_ready = False
+            source, call = tokens.source, tokens.call
+            if source is None:
+                continue
             if answered and call in answered:
                 # Tokens come before the answers of a message, and these come after an answer.
-                self._ready[tokens] = None
+                tokens.mark_ready()
                 continue
             try:
                 ids, end = source.pull()
@@ -173,11 +183,12 @@ class ResponseQueue:
             if end:
                 tokens.end()
                 self._ending.add(call)
-            count = len(ids)
-            tokens.count += count
-            all_ids += ids
-            if count == 1:
+            if len(ids) == 1:
+                tokens.count += 1
                 calls.append(call)
+                all_ids.append(ids[0])
             else:
-                calls += (call,) * count
+                tokens.count += len(ids)
+                calls += (call,) * len(ids)
+                all_ids += ids
         return calls, all_ids

@@ -14,6 +14,7 @@ class MeasuredWorker(Protocol):
 
     record: WorkerRecord
     latency: WorkerLatency
+    wake_seconds: float
 
     @property
     def problem(self) -> str:
@@ -77,7 +78,10 @@ class LatencyPredictor:
         self._lengths: dict[str, _Lengths] = {}  # by model
 
     def seconds(self, estimate: RequestEstimate) -> float | None:
-        """The time from now to the last token on the quickest workers; None if unknown."""
+        """The time from now to the last token on the quickest workers; None if unknown.
+
+        If all of them sleep it is at least the time in which one wakes.
+        """
         workers = [
             worker
             for worker in self._fleet.workers
@@ -87,6 +91,8 @@ class LatencyPredictor:
         prefill = [worker for worker in workers if "prefill" in worker.record.roles] or decode
         prompts = [_prompt_seconds(worker, estimate.prompt_tokens) for worker in prefill]
         tokens = [_token_seconds(worker, self._tokens(estimate)) for worker in decode]
+        # Those that sleep have not been measured for long.
+        waking = min((worker.wake_seconds for worker in decode), default=0.0)
         known_prompts = [seconds for seconds in prompts if seconds is not None]
         known_tokens = [seconds for seconds in tokens if seconds is not None]
         # A worker without measurements may be quick.
@@ -96,8 +102,8 @@ class LatencyPredictor:
             or len(known_prompts) < len(prompts)
             or len(known_tokens) < len(tokens)
         ):
-            return None
-        return min(known_prompts) + min(known_tokens)
+            return waking or None
+        return waking + min(known_prompts) + min(known_tokens)
 
     def learn(self, estimate: RequestEstimate, generated: int) -> None:
         """Adds a complete request."""

@@ -14,7 +14,7 @@ from router.routing.policy import IgnoredProgress, Placement, Progress, RoutingR
 from router.routing.retry import Attempts, Retries
 from router.stream.meter import TokenMeter
 from router.stream.writer import StreamWriter
-from router.telemetry.request_metrics import RequestMetrics
+from router.telemetry.request_metrics import TokenLatencies
 from router.text.completion import Completion
 from router.workers.calls import WorkerCalls
 from router.workers.destinations import Destination
@@ -39,7 +39,6 @@ class Executor:
 
     placer: Placer
     retries: Retries
-    metrics: RequestMetrics
     decodes: ReadDecodes
 
 
@@ -62,9 +61,7 @@ class ExecutionState(Waiting):
         self.prompt = prompt
         self.completion = completion
         self.stream = stream
-        self.meter = TokenMeter(
-            ctx.stats, ctx.stats.timings, executor.metrics.latencies(ctx.stats), completion.token_ids
-        )
+        self.meter = TokenMeter(ctx.stats, TokenLatencies(ctx.stats), completion.token_ids)
         self.calls = WorkerCalls(ctx, prompt.model, completion.sampling, prompt.serialized)
         self.routing_request = RoutingRequest(
             prompt.model,

@@ -1,8 +1,7 @@
 """The recent speed of a worker, measured by this router on its own requests."""
 
 import math
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from baton.inference.v1 import timing_pb2
@@ -66,17 +65,6 @@ class Throughput:
         self._seconds = self._seconds * kept + now - work.began
         self._count += 1
         self._measured_at = now
-
-    @contextmanager
-    def computing(self, tokens: int) -> Iterator[None]:
-        """Measures the body as work."""
-        work = self.begin(tokens)
-        is_done = False
-        try:
-            yield
-            is_done = True
-        finally:
-            self.end(work, is_done=is_done)
 
 
 class Average:

@@ -97,6 +97,10 @@ class WorkerView(Protocol):
     def load(self) -> cluster_service_pb2.WorkerLoad:
         """The load that it reported last."""
 
+    @property
+    def wake_seconds(self) -> float:
+        """The seconds until its model is awake, at least; 0 if it does not sleep."""
+
 
 W = TypeVar("W", bound=WorkerView)
 

@@ -18,6 +18,8 @@ T = TypeVar("T")
 _SLOW = 3.0
 # Latencies below this count as equal: the differences are noise.
 _QUICK_SECONDS = 0.005
+# How many requests busier than one that sleeps a worker may be: to wake takes time, and another model's memory.
+_ASLEEP_REQUESTS = 8.0
 # How many requests busier than the idlest a session's own rank may be.
 _RANK_SLACK = 2.0
 
@@ -72,6 +74,8 @@ def score(worker: WorkerView, preferences: Preferences, slowness: float = 1.0) -
     worker the request itself counts, too.
     """
     before = worker.requests + worker.waiting_tokens / max(1, preferences.prompt_tokens)
+    if worker.wake_seconds:
+        before += _ASLEEP_REQUESTS
     return before if slowness == 1.0 else (before + 1) * slowness
 
 

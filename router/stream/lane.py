@@ -5,13 +5,12 @@ from collections.abc import Callable
 from baton.inference.v1 import generate_pb2
 from baton_http2.server.reply import Reply, Wire
 from router.stream.general import FillFinished, UnsentAnswer
-from router.stream.meter import NoMeter, TokenMeter
+from router.stream.meter import TokenMeter
 from router.text.completion import Completion, TokenDelta
 from router.text.token_messages import FIRST, LAST, message_start, varint
 from runtime.clock import perf_counter_ns
 
 _NO_FIELDS: dict[int, bytes] = {}
-_NO_METER = NoMeter()
 
 
 class ClientLane:
@@ -45,6 +44,8 @@ class ClientLane:
         "wire",
     )
 
+    meter: TokenMeter  # of the last call that was attached
+
     def __init__(
         self,
         request_id: str,
@@ -66,7 +67,6 @@ class ClientLane:
         self._plain_until = 0  # the first sequence whose token may not be plain
         self._completion: Completion | None = None
         self._ended: Callable[[], None] | None = None
-        self.meter: TokenMeter | NoMeter = _NO_METER
         self._ids: list[int] = []
         self._fields = _NO_FIELDS
         self._ending_ids: frozenset[int] = frozenset()
@@ -90,7 +90,6 @@ class ClientLane:
     def detach(self) -> None:
         """Takes no more tokens of the call. What was attached refers to this."""
         self._completion = self._ended = None
-        self.meter = _NO_METER
         self._plain_until = 0
 
     def push(self, token_id: int) -> bool:

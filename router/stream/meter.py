@@ -5,10 +5,10 @@ from dataclasses import dataclass
 
 from engine_protocol.lane import StepCounter
 from router.routing.latency import Average, DecodeTimer
-from router.telemetry.request_metrics import Latencies, TokenLatencies
+from router.telemetry.request_metrics import TokenLatencies
 from router.telemetry.stats import RequestStats
-from router.telemetry.timings import Timings
 from runtime.clock import monotonic
+from runtime.telemetry.frequent_metrics import Series
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,7 +16,7 @@ class _SharedLatencies:
     """The places where the latency of a token is counted that came alone, which many requests to a worker share."""
 
     recent: Average  # of the worker
-    of_class: Latencies  # the metric of the model and the class of the request
+    of_class: Series  # the metric of the model and the class of the request
 
     def count(self, seconds: float, tokens: int, now: float) -> None:
         """Counts tokens that came one by one, as engine_protocol.lane.Latencies does."""
@@ -45,11 +45,9 @@ class TokenMeter:
         "detokenizing",
     )
 
-    def __init__(
-        self, stats: RequestStats, timings: Timings, latencies: TokenLatencies, token_ids: Sequence[int]
-    ) -> None:
+    def __init__(self, stats: RequestStats, latencies: TokenLatencies, token_ids: Sequence[int]) -> None:
         self._stats = stats
-        self._timings = timings
+        self._timings = stats.timings
         self._latencies = latencies
         self._shared: _SharedLatencies | None = None  # of the call, once all that a token needs is counted there
         self._steps: StepCounter | None = None  # while it counts the tokens that are pushed
@@ -146,18 +144,3 @@ class TokenMeter:
         """Notes that the client has been sent them: its time to read them is not the worker's."""
         if self._timer is not None:
             self._timer.waits_for_more()
-
-
-class NoMeter:
-    """Counts nothing: no call is attached."""
-
-    def detokenized_for(self, nanoseconds: int) -> None:
-        """No-op."""
-
-    def count(self, now: float, steps: StepCounter | None) -> bool:
-        """Counts nothing."""
-        del now, steps
-        return False
-
-    def leave(self) -> None:
-        """No-op."""

@@ -1,7 +1,6 @@
 """Measures requests for Prometheus: inter-token latency as tokens come, everything else at the end."""
 
 from functools import cache, lru_cache, partial
-from typing import Protocol
 
 from baton.enum_names import UNKNOWN, value_name
 from baton.inference.v1 import sampling_pb2, timing_pb2
@@ -9,7 +8,7 @@ from router.telemetry import metrics
 from router.telemetry.stages import name_of
 from router.telemetry.stats import GENERATE, RequestStats
 from rpc.status import OK, outcome_of
-from runtime.telemetry.frequent_metrics import Count
+from runtime.telemetry.frequent_metrics import Count, Series
 
 # Bounds of the request classes, in prompt tokens. Requests with images have a class of their own.
 _SHORT_TOKENS = 1024
@@ -18,99 +17,41 @@ _MEDIUM_TOKENS = 8192
 _TOKEN_KINDS = ("prompt", "cached", "media", "completion")
 
 
-class TokenLatencies(Protocol):
-    """The token latencies of one request."""
-
-    def observe(self, seconds: float, tokens: int) -> None:
-        """Counts tokens that came `seconds` after the previous ones, or after the request's arrival."""
-
-    @property
-    def single(self) -> "Latencies | None":
-        """The counter of tokens that come alone, once nothing else is left to count; None before that."""
+def began() -> None:
+    """Counts a request that begins to run."""
+    metrics.RUNNING.inc()
 
 
-class Latencies(Protocol):
-    """Latencies of one kind."""
-
-    def observe(self, value: float, count: int = 1) -> None:
-        """Adds a latency in seconds, `count` times."""
-
-
-class RequestMetrics(Protocol):
-    """The metrics of requests."""
-
-    def begin(self) -> None:
-        """Counts a request that begins to run."""
-
-    def latencies(self, stats: RequestStats) -> TokenLatencies:
-        """The token latencies of a request whose model and prompt length are known."""
-
-    def end(self, stats: RequestStats) -> None:
-        """Counts a request that has ended."""
+def ended(stats: RequestStats) -> None:
+    """Counts a request that has ended, and its tokens. Its duration counts only if it succeeded: failures are often
+    fast.
+    """
+    metrics.RUNNING.dec()
+    measured_as = request_class(stats)
+    _ended(stats.model, measured_as, stats.outcome, _reason(stats)).inc()
+    if stats.prompt_tokens:
+        series = _series(stats.model, measured_as)
+        series.count_tokens(stats)
+        series.time_first_token(stats)
+        if stats.outcome == OK:
+            series.time(stats)
 
 
-class NoMetrics:
-    """RequestMetrics, TokenLatencies and Latencies for routers that serve no metrics."""
-
-    def begin(self) -> None:
-        """No-op."""
-
-    def latencies(self, stats: RequestStats) -> "NoMetrics":
-        """Returns itself."""
-        del stats
-        return self
-
-    def observe(self, value: float, count: int = 1) -> None:
-        """No-op."""
-
-    def end(self, stats: RequestStats) -> None:
-        """No-op."""
-
-    @property
-    def single(self) -> "NoMetrics":
-        """Itself."""
-        return self
-
-
-class RecordedMetrics:
-    """RequestMetrics that update router/telemetry/metrics.py."""
-
-    def begin(self) -> None:
-        """Counts a request that begins to run."""
-        metrics.RUNNING.inc()
-
-    def latencies(self, stats: RequestStats) -> "MeasuredLatencies":
-        """The token latencies for the request's model and class."""
-        return MeasuredLatencies(_series(stats.model, request_class(stats)), stats)
-
-    def end(self, stats: RequestStats) -> None:
-        """Counts the request and its tokens. Its duration counts only if it succeeded: failures are often fast."""
-        metrics.RUNNING.dec()
-        measured_as = request_class(stats)
-        _ended(stats.model, measured_as, stats.outcome, _reason(stats)).inc()
-        if stats.prompt_tokens:
-            series = _series(stats.model, measured_as)
-            series.count_tokens(stats)
-            series.time_first_token(stats)
-            if stats.outcome == OK:
-                series.time(stats)
-
-
-class MeasuredLatencies:
-    """The latencies of one request."""
+class TokenLatencies:
+    """The token latencies of one request whose model and prompt length are known."""
 
     __slots__ = ("_has_first", "_inter_token", "_is_settled", "_series", "_stats")
 
-    def __init__(self, series: "_ClassSeries", stats: RequestStats) -> None:
-        self._series = series
+    def __init__(self, stats: RequestStats) -> None:
+        self._series = series = _series(stats.model, request_class(stats))
         self._inter_token = series.inter_token
         self._stats = stats
         self._has_first = False
         self._is_settled = False
 
     @property
-    def single(self) -> "Latencies | None":
-        """The model's and class's latencies of tokens after the first, once that one is counted."""
+    def single(self) -> Series | None:
+        """Where tokens that come alone are counted, once nothing else is left to count; None before that."""
         return self._inter_token if self._is_settled else None
 
     def observe(self, seconds: float, tokens: int) -> None:

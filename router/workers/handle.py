@@ -68,6 +68,7 @@ class WorkerHandle:
         self.shared_control = worker_pb2_grpc.WorkerServiceStub(sharing)
         self.model: ServedModel | None = None
         self.load = cluster_service_pb2.WorkerLoad()
+        self.wake_seconds = 0.0
         self.loras = KnownLoras()
         self.latency = WorkerLatency()
         self.ranks = Ranks(record.worker_id, record.data_parallel_ranks)
@@ -222,12 +223,13 @@ class WorkerHandle:
         self.health.set_card_problem("")
 
     def _backlog(self) -> Backlog:
-        return Backlog(self.record, self.load.waiting, self.waiting_tokens)
+        return Backlog(self.record, self.load.waiting, self.waiting_tokens, self.wake_seconds)
 
     def _set_load(self, load: cluster_service_pb2.WorkerLoad) -> None:
         before, self.load = self.load.shed, load
         if load.shed != before:
             self._changed()
+        self.wake_seconds = load.wake.ToNanoseconds() / 1e9 if load.HasField("wake") else 0.0
         self._load_at = monotonic()
         self._requests.reported(load.running + load.waiting)
         self._waiting_tokens.reported(load.waiting_prefill_tokens)

@@ -59,6 +59,7 @@ class EngineLoad:
     blocks_held: int = 0
     empty_blocks: float = field(default=0.0, compare=False)
     memory: MemoryTiers | None = field(default=None, compare=False)
+    wake_seconds: float | None = None  # of a model that sleeps: until a request can run
 
 
 @dataclass(frozen=True, slots=True)
@@ -262,6 +263,18 @@ class DecodeEngine(Protocol):
         """
 
 
+class ReleasesMemory(Protocol):
+    """An engine that gives its memory back for a while, as far as it can: its prefix cache is gone then."""
+
+    async def release_memory(self) -> bool:
+        """Frees it; nothing may be asked of the engine then until it has resumed. False, with nothing changed, if it is
+        in use.
+        """
+
+    async def resume_memory(self) -> None:
+        """Takes it again. Raises EngineFailed, and has taken nothing then, or is unhealthy."""
+
+
 class NotOpened(EngineFailed, AttributeError):
     """An engine was used before its context was entered, which is a mistake of the code that uses it."""
 
@@ -332,6 +345,11 @@ class Engine(PrefillEngine, DecodeEngine, Protocol):
     @property
     def kv_events(self) -> ReportsKvEvents | None:
         """The events of its prefix cache; None if it has none."""
+        return None
+
+    @property
+    def releases_memory(self) -> ReleasesMemory | None:
+        """Itself, if it can give its memory back while it has no requests; None if not."""
         return None
 
     async def end_session(self, key: bytes) -> int:

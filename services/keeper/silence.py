@@ -5,9 +5,12 @@ from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 
+# Of the time in which a thread waited for a processor: one that waits for ever must not hide that others hang.
+_LEAST_SHARE = 1 / 60
+
 
 class Silence:
-    """The seconds since a process has last given a sign of life; time in which it waited for a processor is left out.
+    """The seconds since a process has last given a sign of life; of a minute of waiting for a processor one second.
 
     On a busy machine every worker is late; killing one would lose its work and make the machine no faster.
     """
@@ -28,7 +31,7 @@ class Silence:
             pairs = ((before[name], now) for name, now in self._threads.items() if name in before)
             # Any of its threads may hold what the others need, such as the interpreter's lock.
             waited = max((_waited_seconds(*pair, seconds) for pair in pairs), default=0.0)
-            self.seconds += max(0.0, seconds - waited)
+            self.seconds += max(_LEAST_SHARE * seconds, seconds - waited)
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,6 +13,7 @@ from rpc.tracing.span import current_span
 from services.engines.running.request_context import set_traceparent, track_freed_kv
 from services.identity import Identity
 from services.requests.fault_injection import NO_FAULTS, FaultReader, Metadata
+from services.sleeping.sleeper import Sleeper
 from services.telemetry import metrics
 from services.telemetry.timings import CallClock
 
@@ -24,8 +25,9 @@ _BEFORE_DECODES = ("prefetch", "warm")
 class RunningCall:
     """One running call of a role. The code that runs it keeps `stage` up to date."""
 
-    def __init__(self, stage: "timing_pb2.Stage.ValueType") -> None:
+    def __init__(self, stage: "timing_pb2.Stage.ValueType", sleeper: Sleeper | None = None) -> None:
         self.stage = stage
+        self._sleeper = sleeper
         self.clock = CallClock()
         self.freed_kv = track_freed_kv()
         self.ended = asyncio.Event()
@@ -39,8 +41,15 @@ class RunningCall:
             self.stopped_by = error
             self._task.cancel()
 
+    async def awake(self) -> None:
+        """Waits until the engine has its memory, which it keeps until the call has ended."""
+        if self._sleeper is not None:
+            await self._sleeper.enter(self)
+
     def end(self) -> None:
         """Notes that it runs no longer."""
+        if self._sleeper is not None:
+            self._sleeper.leave(self)
         self._task = None
         self.ended.set()
 
@@ -48,8 +57,9 @@ class RunningCall:
 class Calls:
     """All running calls, by kind and request id."""
 
-    def __init__(self, identity: Identity, faults: FaultReader) -> None:
+    def __init__(self, identity: Identity, faults: FaultReader, sleeper: Sleeper | None = None) -> None:
         self._identity = identity
+        self._sleeper = sleeper
         self._faults = faults
         self._calls: dict[tuple[CallKind, str], RunningCall] = {}
         self.draining = False
@@ -70,7 +80,7 @@ class Calls:
         reason = BatonError.reason
         try:
             self._admit(kind, request_id, model, is_return)
-            call = self._calls[kind, request_id] = RunningCall(first_stages()[kind])
+            call = self._calls[kind, request_id] = RunningCall(first_stages()[kind], self._sleeper)
             set_traceparent(current_span().traceparent)
             try:
                 call.faults = self._faults.read(metadata, _role(kind), request_id)

@@ -22,6 +22,11 @@ RESTARTS = counter(
     ["cause"],
 )
 RESTART_SECONDS = gauge("baton_worker_restart_seconds", "From the end of the process before to this one's readiness.")
+ASLEEP = gauge("baton_worker_asleep", "1 while the model sleeps, so that others have its memory (sleep.group).")
+WAKES = counter("baton_worker_wakes_total", "Times that the model was woken for a request.")
+WAKE_WAIT_SECONDS = histogram(
+    "baton_worker_wake_wait_seconds", "How long calls waited for a model that slept.", buckets=_SECONDS
+)
 RUNNING = gauge("baton_worker_running_requests", "Requests that the engine computes now.")
 WAITING = gauge("baton_worker_waiting_requests", "Requests that wait for blocks or for a place in the batch.")
 WAITING_PREFILL_TOKENS = gauge("baton_worker_waiting_prefill_tokens", "Prompt tokens that wait to be computed.")

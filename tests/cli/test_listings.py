@@ -1,5 +1,7 @@
 """`baton models` and `baton workers` against a real router."""
 
+from pathlib import Path
+
 from support.clients.baton_command import Baton, SmallCluster
 from support.cluster.in_process import DECODE, FAST_ROUTER, PREFILL, bench, simulated
 from support.eventually import eventually
@@ -8,6 +10,7 @@ from baton.connection.credentials import TENANT_KEY
 from baton.inference.v1 import generate_pb2
 from router.config import AdmissionConfig, QuotaConfig, QuotasConfig, RoutingConfig
 from services.resume.streams import KeptUsage
+from services.sleeping.config import SleepConfig
 
 
 async def test_models_shows_limits_and_workers_of_each_role(baton: Baton, cluster: SmallCluster) -> None:
@@ -57,6 +60,19 @@ async def test_workers_shows_how_many_answers_are_kept_and_parked(baton: Baton) 
                 break
         assert last == "2/1"
         other.cancel()
+
+
+async def test_workers_shows_which_model_sleeps_and_how_long_it_takes_to_wake(baton: Baton, tmp_path: Path) -> None:
+    sleep = SleepConfig(group=tmp_path / "group", group_bytes=3, bytes=2)
+    first, second = (
+        simulated(name, "prefill", "decode", wake_seconds=0.4).model_copy(update={"sleep": sleep}) for name in "ab"
+    )
+    async with bench(first, second, proxied=False) as running:
+        await eventually(lambda: max(worker.wake_seconds for worker in running.cluster.workers) > 0)
+        listed = await baton("workers", "--address", running.address)
+    rows = [line.split("  ") for line in listed.lines[2:]]
+    states = [[cell.strip() for cell in row if cell.strip()][2] for row in rows]
+    assert states == ["ready, asleep (0.5 s)", "ready"]
 
 
 async def test_workers_of_a_router_that_is_not_there_is_exit_code_one(baton: Baton) -> None:

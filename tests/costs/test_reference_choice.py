@@ -28,6 +28,7 @@ class Seen:
     load: cluster_service_pb2.WorkerLoad
     requests: int = 0
     others_tokens: int = 0
+    wake_seconds: float = 0.0
     problem: str = ""
     waiting_tokens: int = 0
     embedding_layout: str = ""

@@ -14,6 +14,7 @@ from support.servers.etcd import EtcdServer
 
 _FULL = os.environ.get("BATON_FAULTS") == "full"
 _KILLS = 60 if _FULL else 3
+_UPGRADES = 20 if _FULL else 2
 
 
 async def _no_blocks_are_used(running: Fleet) -> None:
@@ -40,4 +41,23 @@ async def test_workers_that_are_killed_lose_no_stream(
         assert (streams.report.failed, streams.report.different) == ([], [])
         assert killer.report.recovered["whole"] > 0
         assert killer.report.recovered["damaged"] == 0
+        await _no_blocks_are_used(running)
+
+
+@pytest.mark.timeout(3000 if _FULL else 400)
+async def test_upgrades_in_a_row_lose_no_stream(
+    shared_etcd: EtcdServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[1]), prepend=os.pathsep)
+    async with fleet(plan("upgraded", shared_etcd.endpoint, "one"), tmp_path) as running:
+        addresses = [node.direct for node in running.nodes.values() if node.role == "router"]
+        streams = Streams(addresses, {**any_requests(120), **paced_requests()}, Report(), stall_seconds=30.0)
+        await streams.learn()
+        killer = Killer(running, streams)
+        await streams.run(6, partial(killer.upgrade, _UPGRADES))
+        print(f"\n{killer.report}; {streams.report}")
+        assert (streams.report.failed, streams.report.different) == ([], [])
+        assert killer.report.upgrades == _UPGRADES
+        assert killer.report.recovered["whole"] > 0
+        assert killer.report.recovered["cut"] == killer.report.recovered["damaged"] == 0
         await _no_blocks_are_used(running)

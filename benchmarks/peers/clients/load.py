@@ -14,7 +14,7 @@ from benchmarks.router_overhead import prompts
 from runtime.aio import timeout
 
 PROMPT_TOKENS: Final = 512
-REQUESTS, LANES = 512, 64
+REQUESTS, LANES = 2048, 64
 # The names of the models, which are speeds: tokens a second of each stream, or as fast as it goes.
 PACED, HALF, FLAT = "paced", "half", "flat"
 STEP_SECONDS: Final = {PACED: 1 / 30, HALF: 1 / 15, FLAT: 0.0}
@@ -136,7 +136,7 @@ def stream_seconds(model: str) -> float:
 
 
 async def requests(client: LoadClient) -> Load:
-    """512 requests of one token, one after another in each of 64 lanes."""
+    """2,048 requests of one token, one after another in each of 64 lanes."""
 
     async def lane() -> list[Answer]:
         return [await client.answer(FLAT, 1) for _ in range(REQUESTS // LANES)]

@@ -27,6 +27,7 @@ class View:
         self.load = worker.load()
         self.own_requests, self.own_tokens = CorrectedLoad(), CorrectedLoad()
         self.others_tokens = self._others_tokens_at_load = 0
+        self.wake_seconds = 0.0
 
     @property
     def requests(self) -> int:

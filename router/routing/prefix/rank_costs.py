@@ -18,6 +18,8 @@ _NO_ROOM_SECONDS = 1.0
 # A second in which a running stream stands still counts as so many seconds of a request that has not begun. Its client
 # is reading, and a queue in front of prefill workers is seen by the policy, unlike a pause of the next streams.
 _STALL_WEIGHT = 2.0
+# For a model that sleeps, beside the time to wake: another one, which it displaces, loses its cache.
+_ASLEEP_SECONDS = 1.0
 # For so many lists of workers it is remembered which ranks they have.
 _MOST_LISTS = 64
 
@@ -118,6 +120,8 @@ class RankCosts:
             if worker.others_tokens:
                 # An estimate of the work that other routers have sent, which the worker has reported.
                 wait += worker.others_tokens * slowness * usual.rate / num_ranks
+            if worker.wake_seconds:
+                wait += worker.wake_seconds + _ASLEEP_SECONDS
             if available or cache in below:
                 cached, load = self.plan(cost, request, matched, cache, wait)
                 computed = tokens - cached

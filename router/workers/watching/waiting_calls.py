@@ -79,11 +79,12 @@ class InterruptibleCall:
 
 @dataclass(frozen=True, slots=True)
 class Backlog:
-    """The requests that wait for a worker, as it reported, and the prompt tokens."""
+    """The requests that wait for a worker, as it reported, the prompt tokens, and the time until it is awake."""
 
     record: WorkerRecord
     requests: int
     tokens: int
+    wake_seconds: float
 
 
 class WaitingCalls:
@@ -128,4 +129,4 @@ def _patience_seconds(waiting: Waiting, backlog: Backlog) -> float:
     """The seconds in which a worker that is well has answered, as far as can be told from what waits there."""
     tokens = waiting.tokens + min(backlog.tokens, _MOST_WAITING * max(waiting.tokens, 1024))
     requests = min(backlog.requests, _MOST_WAITING)
-    return waiting.answer_seconds() * (1 + requests) + tokens / _SLOW_TOKENS_PER_SECOND
+    return waiting.answer_seconds() * (1 + requests) + tokens / _SLOW_TOKENS_PER_SECOND + backlog.wake_seconds

@@ -19,7 +19,8 @@ class SharedPool:
         self.block_bytes = block_bytes
         self._file = os.memfd_create("baton-kv", os.MFD_CLOEXEC)
         os.ftruncate(self._file, num_blocks * block_bytes)
-        self._bytes = memoryview(mmap.mmap(self._file, num_blocks * block_bytes))
+        self._mapping = mmap.mmap(self._file, num_blocks * block_bytes)
+        self._bytes = memoryview(self._mapping)
 
     def __enter__(self) -> "SharedPool":
         return self
@@ -31,6 +32,10 @@ class SharedPool:
     @property
     def file_descriptor(self) -> int:
         return self._file
+
+    def clear(self) -> None:
+        """Zeroes all blocks, and frees their memory."""
+        self._mapping.madvise(mmap.MADV_REMOVE)
 
     def block(self, block_id: int) -> memoryview:
         """Returns one block's bytes, writable."""

@@ -17,6 +17,7 @@ from services.engines.pytorch.config import PyTorchConfig
 from services.engines.pytorch.facts import facts_of
 from services.engines.pytorch.guidance.vocabulary import open_vocabulary
 from services.engines.pytorch.kv_cache.blocks import CacheListener, HashChain
+from services.engines.pytorch.kv_cache.memory import HostMemory
 from services.engines.pytorch.kv_cache.tiers.tiers import KvTiers
 from services.engines.pytorch.lora.layers import NO_SLOT
 from services.engines.pytorch.model import checkpoint
@@ -91,6 +92,23 @@ class EngineCore:
     def exposes_kv(self) -> bool:
         """True if the memory contains the KV of all heads; not where each rank has a pool of its own."""
         return self.followers is None or self.followers.shard.shares_pool
+
+    @property
+    def can_release_memory(self) -> bool:
+        """True if the pool is in host memory, and this process's alone."""
+        return self.followers is None and isinstance(self.memory, HostMemory)
+
+    def release_memory(self) -> bool:
+        """Empties the prefix cache, and frees the pool's memory. False if requests or held blocks use it."""
+        self.steps.finish_step()
+        if self._pool.used or self.scheduler.waiting:
+            return False
+        assert isinstance(self.memory, HostMemory)
+        if self.tiers is not None:
+            self.tiers.settle(range(self.memory.num_blocks))
+        self._pool.clear_cache()
+        self.memory.clear_all_but(())
+        return True
 
     def close(self) -> None:
         """Frees the memory, and ends the other ranks."""

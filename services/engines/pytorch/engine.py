@@ -55,6 +55,7 @@ class PyTorchEngine(Engine):
         self._publisher = KvPublisher()
         self._cache_events = _CacheEvents(self._publisher)
         self._rules = rules
+        self._is_asleep = False
 
     async def __aenter__(self) -> Self:
         remote = await gather(self._config)
@@ -74,7 +75,7 @@ class PyTorchEngine(Engine):
         vocabulary = self._core.vocabulary
         self._grammars = GrammarCompiler(vocabulary) if vocabulary else None
         self._loras = await self._open_loras()
-        self._canary = await Canary(self._ask, lambda: self._loop.quiet_seconds, interval, patience).__aenter__()
+        self._canary = await Canary(self._ask, self._quiet_seconds, interval, patience).__aenter__()
         return self
 
     async def __aexit__(self, kind: object, error: BaseException | None, trace: object) -> None:
@@ -280,6 +281,24 @@ class PyTorchEngine(Engine):
         if self._grammars is None:
             raise Unsupported(f"{self.facts.name} has no guided decoding")
         sequence.sampler.guidance = await self._grammars.guidance(guide, sequence.prompt.emitted)
+
+    @property
+    def releases_memory(self) -> "PyTorchEngine | None":
+        """Itself, on a CPU alone."""
+        return self if self._core.can_release_memory else None
+
+    async def release_memory(self) -> bool:
+        """Frees the pool. The weights stay in the host's memory, from which a CPU reads them. See ReleasesMemory."""
+        self._is_asleep = True  # before: no test is to begin meanwhile
+        self._is_asleep = await self._loop.call(lambda core: core.release_memory())
+        return self._is_asleep
+
+    async def resume_memory(self) -> None:
+        """Lets requests write into the pool again."""
+        self._is_asleep = False
+
+    def _quiet_seconds(self) -> float:
+        return 0.0 if self._is_asleep else self._loop.quiet_seconds
 
     async def _ask(self) -> None:
         """Generates a token; if that could wait for blocks, only checks that the thread answers."""

@@ -75,6 +75,11 @@ class Blocks:
             else:
                 self._evictable[block_id] = None
 
+    def clear(self) -> None:
+        """Removes all blocks without references from the index."""
+        while self._evictable:
+            self._free.append(self._evict())
+
     def _take_one(self) -> int:
         block_id = self._free.pop() if self._free else self._evict()
         self._references[block_id] = 1

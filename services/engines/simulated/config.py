@@ -49,6 +49,7 @@ class SimulatedConfig(EngineConfig):
     kv_events: bool = Field(default=True, description="Whether the worker reports the content of its prefix cache.")
     allow_faults: bool = Field(default=False, description="Whether requests may bring x-baton-fault.")
     load_seconds: float = Field(default=0.0, ge=0)
+    wake_seconds: float = Field(default=0.0, ge=0, description="After its memory was released.")
     image_tokens: int = Field(default=0, ge=0, description="Tokens of every image; 0 is a model without images.")
     image_hidden_size: int = Field(default=64, ge=1, description="Numbers of a row of an embedding.")
     encode_seconds: float = Field(default=0.0, ge=0, description="Of one image.")

@@ -45,6 +45,7 @@ class SimulatedEngine(Engine):
         self._vocabulary = vocabulary_of(config)
         self._parts = RankParts(config, rules)
         self._held: Counter[int] = Counter()
+        self._is_asleep = False
         self._resources = ExitStack()
         self._tasks = AsyncExitStack()
 
@@ -96,6 +97,26 @@ class SimulatedEngine(Engine):
         if not self._config.kv_events:
             raise Unsupported("engine.kv_events is false: the engine does not report its prefix cache")
         return self._parts.kv_events.changes()
+
+    @property
+    def releases_memory(self) -> "SimulatedEngine":
+        """Itself."""
+        return self
+
+    async def release_memory(self) -> bool:
+        """Empties the pool. See ReleasesMemory."""
+        if any(rank.requests or rank.blocks.used for rank in self._ranks.all):
+            return False
+        self._is_asleep = True
+        for rank in self._ranks.all:
+            rank.blocks.clear()
+        self._memory.clear()
+        return True
+
+    async def resume_memory(self) -> None:
+        """Takes the configured time."""
+        await asyncio.sleep(self._config.wake_seconds)
+        self._is_asleep = False
 
     def load(self) -> EngineLoad:
         """Returns the running and waiting requests, and their blocks."""
@@ -284,6 +305,8 @@ class SimulatedEngine(Engine):
         check_embeddings(prompt.media)
 
     def _check_fits(self, num_tokens: int) -> None:
+        if self._is_asleep:
+            raise EngineFailed("its memory was released")
         limit = self._config.context_tokens
         if num_tokens > limit:
             raise InvalidRequest.of("prompt", f"leaves no room in a context of {limit} tokens")

@@ -131,6 +131,19 @@ class VllmEngine(ExternalEngine):
         return self._sleep.is_asleep
 
     @property
+    def releases_memory(self) -> "VllmEngine | None":
+        """Itself, if it may sleep (`engine.sleep_after_seconds`)."""
+        return self if self._config.sleep_after_seconds is not None else None
+
+    async def release_memory(self) -> bool:
+        """Sleeps, with the weights in the host's memory. See ReleasesMemory."""
+        return await self._sleep.fall_asleep()
+
+    async def resume_memory(self) -> None:
+        """Wakes. See ReleasesMemory."""
+        await self._sleep.wake()
+
+    @property
     def healthy(self) -> bool:
         """By vLLM's own word and by its progress, since a core that hangs says nothing."""
         return self._requests.failure is None and not self._llm.errored and not self._canary.is_overdue

@@ -29,7 +29,8 @@ class VllmSleep:
         self._seconds = seconds
         self._awake = asyncio.Event()
         self._awake.set()
-        self._wanted = asyncio.Event()
+        self._asleep, self._wanted = asyncio.Event(), asyncio.Event()
+        self._is_told_to = False
 
     async def __aenter__(self) -> Self:
         self._task = asyncio.create_task(self._run())
@@ -48,6 +49,20 @@ class VllmSleep:
     def is_idle(self) -> bool:
         """True if an engine that may sleep has no requests: it is not tested meanwhile, which would keep it awake."""
         return self._seconds is not None and not len(self._requests)
+
+    async def fall_asleep(self) -> bool:
+        """Returns when it sleeps; False if it has requests. Raises EngineFailed if it does not fall asleep in time."""
+        if len(self._requests):
+            return False
+        self._is_told_to = True
+        try:
+            async with timeout(2 * _MOST_SECONDS):
+                await self._asleep.wait()
+        except TimeoutError as error:
+            raise EngineFailed("vLLM does not fall asleep") from error
+        finally:
+            self._is_told_to = False
+        return True
 
     async def wake(self) -> None:
         """Returns when vLLM is awake. Submit before the next await. Raises EngineFailed if it does not wake in time."""
@@ -72,7 +87,9 @@ class VllmSleep:
         self._awake.set()
 
     async def _become_idle(self, seconds: float) -> None:
-        while len(self._requests) or self._requests.quiet_seconds < seconds:  # noqa: ASYNC110 - of two conditions
+        while len(self._requests) or (  # noqa: ASYNC110 - of several conditions
+            self._requests.quiet_seconds < seconds and not self._is_told_to
+        ):
             await asyncio.sleep(_LOOK_SECONDS)
 
     async def _sleep(self) -> None:
@@ -82,7 +99,9 @@ class VllmSleep:
         async with timeout(_MOST_SECONDS):
             await self._llm.sleep(level=1)
         log.info("vllm sleeps")
+        self._asleep.set()
         await self._wanted.wait()
+        self._asleep.clear()
         async with timeout(_MOST_SECONDS):
             await self._llm.wake_up()
         self._requests.progressed()

@@ -98,3 +98,20 @@ def test_what_was_measured_long_ago_is_not_known() -> None:
     assert predicting.seconds(prompt=1000) is not None
     predicting.clock.advance(10)
     assert predicting.seconds(prompt=1000) is None
+
+
+def test_where_all_sleep_a_request_takes_at_least_the_time_to_wake() -> None:
+    clock = ManualClock()
+    predicting = Predicting(measured(clock, "decode"), measured(clock, "decode"), clock=clock)
+    assert predicting.seconds(max_tokens=1) is None
+    for worker, seconds in zip(predicting.workers, (7.0, 3.0), strict=True):
+        worker.wake_seconds = seconds
+    assert predicting.seconds(max_tokens=1) == 3.0
+
+
+def test_a_worker_that_is_awake_needs_no_time_to_wake() -> None:
+    predicting = Predicting()
+    sleeping = measured(predicting.clock, "decode", token_seconds=0.1)
+    sleeping.wake_seconds = 9.0
+    predicting.forecast = LatencyPredictor(StaticFleet([*predicting.workers, sleeping]), predicting.clock)
+    assert predicting.seconds(prompt=1000, max_tokens=1) == pytest.approx(1.0)

@@ -22,6 +22,7 @@ class Known:
     requests: int = 0
     waiting_tokens: int = 0
     others_tokens: int = 0
+    wake_seconds: float = 0.0
     token_seconds: float | None = None
     load: cluster_service_pb2.WorkerLoad = field(default_factory=cluster_service_pb2.WorkerLoad)
 

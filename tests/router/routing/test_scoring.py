@@ -24,6 +24,7 @@ class Seen:
     encoder: str = ""
     token_seconds: float | None = None
     others_tokens: int = 0
+    wake_seconds: float = 0.0
     loras: KnownLoras = field(default_factory=KnownLoras)
     load: cluster_service_pb2.WorkerLoad = field(default_factory=cluster_service_pb2.WorkerLoad)
 
@@ -181,3 +182,9 @@ def test_two_workers_without_a_common_transport_are_not_paired() -> None:
         ),
     )
     assert filter_workers(workers, need).eligible == tuple(workers)
+
+
+@pytest.mark.parametrize(("requests", "chosen"), [(7, "awake"), (9, "asleep")])
+def test_a_model_that_sleeps_is_chosen_once_the_others_are_much_busier(requests: int, chosen: str) -> None:
+    workers = [worker("awake", requests=requests), replace(worker("asleep"), wake_seconds=0.2)]
+    assert {picked_id(workers, Preferences(prompt_tokens=10, turn=turn)) for turn in range(4)} == {chosen}

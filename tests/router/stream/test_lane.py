@@ -15,7 +15,7 @@ from baton_http2.server.reply import Reply
 from router.routing.latency import DecodeTimer, WorkerLatency
 from router.stream.meter import TokenMeter
 from router.stream.writer import StreamWriter
-from router.telemetry.request_metrics import RecordedMetrics
+from router.telemetry.request_metrics import TokenLatencies
 from router.telemetry.stats import RequestStats
 from router.text.completion import Completion
 from router.text.served_model import ServedModel
@@ -73,10 +73,10 @@ class Answer:
             100,
             first_token_sent=self.stats.timings.first_token_sent,
         )
-        latencies = RecordedMetrics().latencies(self.stats)
+        latencies = TokenLatencies(self.stats)
         latencies.observe(self.stats.timings.detokenized(time.perf_counter_ns()), 1)
         self.writer.put_now(self.completion.push([ord("A")], ()))
-        self.meter = TokenMeter(self.stats, self.stats.timings, latencies, self.completion.token_ids)
+        self.meter = TokenMeter(self.stats, latencies, self.completion.token_ids)
         self.meter.begin_call(DecodeTimer(self.latency, 0, 1))
         self.writer.lane.attach(self.completion, self.meter, self._end)
 

@@ -46,7 +46,7 @@ class Sink:
     def __init__(self, latencies: Counted, latency: WorkerLatency) -> None:
         self.stats = RequestStats("r-1", model="m", prompt_tokens=5)
         self.ids: list[int] = []
-        self.meter = TokenMeter(self.stats, self.stats.timings, latencies, self.ids)
+        self.meter = TokenMeter(self.stats, latencies, self.ids)
         self.meter.begin_call(DecodeTimer(latency, 0, 1))
         self.kinds: list[int] = []
 

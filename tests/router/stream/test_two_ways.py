@@ -16,7 +16,7 @@ from router.routing.latency import DecodeTimer, WorkerLatency
 from router.stream.meter import TokenMeter
 from router.stream.reply import Pace
 from router.stream.writer import StreamWriter
-from router.telemetry.request_metrics import RecordedMetrics
+from router.telemetry.request_metrics import TokenLatencies
 from router.telemetry.stats import RequestStats
 from router.text.completion import Completion
 from router.text.served_model import ServedModel
@@ -113,7 +113,7 @@ async def sent(
     client = Client()
     client.reading.set()
     stats = RequestStats("r-1", model="m", prompt_tokens=5)
-    meter = TokenMeter(stats, stats.timings, RecordedMetrics().latencies(stats), completion.token_ids)
+    meter = TokenMeter(stats, TokenLatencies(stats), completion.token_ids)
     reply = Reply(client.send, lambda _: None, lambda: client)
     async with StreamWriter("r-1", reply, options.max_waiting, 60.0, pace=options.pace) as writer:
         writer.start(generate_pb2.Started(model="m"))

@@ -120,14 +120,6 @@ async def test_a_request_with_images_is_a_class_of_its_own() -> None:
     assert (ended.grown, media.grown) == (1, IMAGE_TOKENS)
 
 
-async def test_a_router_that_serves_no_metrics_measures_no_requests() -> None:
-    async with bench(PREFILL, DECODE, router=FAST_ROUTER.model_copy(update={"metrics_listen": ""})) as running:
-        ended = since(REQUESTS, **SHORT, outcome="ok", reason="LENGTH")
-        tokens = since("baton_router_inter_token_latency_seconds_count", **SHORT)
-        await run(running)
-    assert (ended.grown, tokens.grown) == (0, 0)
-
-
 # How long they took.
 
 

@@ -118,7 +118,7 @@ def test_a_worker_that_beats_is_not_killed(tmp_path: Path) -> None:
 
 
 def test_a_worker_that_gets_no_processor_is_not_killed(tmp_path: Path) -> None:
-    with _keeper(tmp_path, "watch:0.5+starve:8+exit:0") as run:
+    with _keeper(tmp_path, "watch:1.4+starve:8+exit:0") as run:
         assert run.ended() == 0
         assert run.notes.count("started") == 1
     [late] = re.findall("beat after (.*) at the latest", run.notes)

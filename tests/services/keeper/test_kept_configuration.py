@@ -12,11 +12,12 @@ from support.cluster.processes import ROOT
 from support.keeping import keeper_here
 
 from baton.errors import ConfigError
-from services.config import KeepMemoryConfig, WorkerConfig
+from services.config import WorkerConfig
 from services.engines.pytorch.config import PyTorchConfig
 from services.keeping import begin_start
 
 _EMBEDDED = {"kind": "pytorch", "model": "models/demo", "device": "cpu"}
+_SLEEP = {"group": "/nowhere", "group_bytes": 2, "bytes": 1}
 _KV = {"keep_memory": {"kv": True}}
 
 _REFUSED = [
@@ -54,19 +55,21 @@ def test_nothing_is_kept_by_default() -> None:
 @pytest.mark.parametrize(
     ("wanted", "left"),
     [
-        ({"weights": True, "kv": True}, ["weights", "kv", "listen"]),
-        ({"weights": True}, ["weights", "listen"]),
-        ({"kv": True}, ["kv", "listen"]),
+        ({"keep_memory": {"weights": True, "kv": True}}, ["weights", "kv", "listen"]),
+        ({"keep_memory": {"weights": True}}, ["weights", "listen"]),
+        ({"keep_memory": {"kv": True}}, ["kv", "listen"]),
+        ({"keep_memory": {"kv": True}, "sleep": _SLEEP}, ["kv", "listen", "sleep_group"]),
+        ({"sleep": _SLEEP}, []),
         ({}, []),
     ],
 )
-def test_what_the_configuration_does_not_keep_any_more_is_freed(wanted: dict[str, bool], left: list[str]) -> None:
+def test_what_the_configuration_does_not_keep_any_more_is_freed(wanted: dict[str, object], left: list[str]) -> None:
     with keeper_here() as keeper, keeper.memory() as memory:
-        for name in ("weights", "kv", "listen"):
+        for name in ("weights", "kv", "listen", "sleep_group"):
             descriptor = os.memfd_create(name)
             memory.keeper.put(name, "any", [descriptor])
             os.close(descriptor)
-        begin_start(memory.keeper, KeepMemoryConfig.model_validate(wanted))
+        begin_start(memory.keeper, WorkerConfig.model_validate({"engine": _EMBEDDED, **wanted}))
         assert keeper.kept.names == left
 
 

@@ -171,6 +171,7 @@ class FleetPlan:
     metrics: bool = False
     openai: bool = False  # whether routers serve OpenAI's API, too
     engine_seconds: float = 0.0  # seconds that a worker may wait for the processes of its engine
+    of_one: Mapping[str, Sequence[str]] = field(default_factory=dict)  # overrides of single workers, by name
 
 
 @dataclass(slots=True)
@@ -278,7 +279,7 @@ def _nodes(plan: FleetPlan, folder: Path) -> list[Node]:
         config = str(ROOT / f"deploy/config/{role}.yaml")
         for index in range(count):
             name = f"{role}-{index}"
-            nodes.append(node(plan.module, name, config, f"worker_id={name}", *plan.worker))
+            nodes.append(node(plan.module, name, config, f"worker_id={name}", *plan.worker, *plan.of_one.get(name, ())))
     config = str(ROOT / "deploy/config/router.yaml")
     for index in range(plan.routers):
         nodes.append(node("router", f"router-{index}", config, *_APART, *plan.router))

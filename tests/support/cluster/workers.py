@@ -15,6 +15,7 @@ from media.config import MediaConfig
 from services.config import EncodeConfig, HandoffConfig, KeepConfig, WorkerConfig
 from services.engines.simulated.config import SimulatedConfig
 from services.server import Worker, host_worker
+from services.sleeping.config import SleepConfig
 
 # Long enough that no pause of a busy machine ends a lease that a test means to hold.
 LEASE_SECONDS = 4.0
@@ -62,6 +63,7 @@ class Starter:
         keep: KeepConfig | None = None,
         clock: ManualClock | RunningClock | None = None,
         handoff: HandoffConfig | None = None,
+        sleep: SleepConfig | None = None,
         **engine: object,
     ) -> AsyncIterator[Running]:
         clock = clock or RunningClock()
@@ -72,6 +74,7 @@ class Starter:
             encode=encode or EncodeConfig(),
             media=media or MediaConfig(),
             keep=keep or KeepConfig(),
+            sleep=sleep or SleepConfig(),
             transports=transports,
             drain_seconds=drain_seconds,
         )

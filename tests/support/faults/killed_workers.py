@@ -103,8 +103,13 @@ class Killer:
         self._chosen = random.Random(seed)
         self.report = Kills()
 
-    async def kill(self, times: int, *, routers: bool, seconds: float = math.inf) -> None:
-        """Kills so many workers, for so long at most; sometimes two at once, every third time a router too."""
+    async def kill(
+        self, times: int, *, routers: bool, seconds: float = math.inf, upgrades: int | None = _UPGRADES
+    ) -> None:
+        """Kills so many workers, for so long at most; sometimes two at once, every third time a router too.
+
+        Once in so many times a worker is upgraded instead; never if that is None.
+        """
         nodes = [node for node in self._running.nodes.values() if node.role == "router"]
         workers, ends_at = self._running.workers, time.monotonic() + seconds
         number = 0
@@ -117,7 +122,8 @@ class Killer:
                 self.report.routers += 1
                 router.kill()
                 router.start()
-            if victims[0].role == "decode" and not several and not router and not self._chosen.randrange(_UPGRADES):
+            may_upgrade = upgrades and victims[0].role == "decode" and not several and not router
+            if may_upgrade and not self._chosen.randrange(upgrades or 1):
                 await self._upgrade(victims[0])
             else:
                 await asyncio.gather(*(self._kill(victim) for victim in victims))
@@ -125,6 +131,12 @@ class Killer:
                 await router.serving()
             number += 1
         self.report.by_keeper = sum(node.log.read_text().count(": killing it") for node in workers)
+
+    async def upgrade(self, times: int) -> None:
+        """Upgrades the only worker so many times, one after another."""
+        [worker] = self._running.workers
+        for _ in range(times):
+            await self._upgrade(worker)
 
     async def _kill(self, worker: Node) -> None:
         starts = _starts(worker)

@@ -17,6 +17,7 @@ class Measured:
     record: WorkerRecord
     latency: WorkerLatency
     problem: str = ""
+    wake_seconds: float = 0.0
 
 
 def measured(
@@ -32,8 +33,9 @@ def measured(
     latency = WorkerLatency(clock)
     for _ in range(4):
         if tokens_per_second:
-            with latency.prompts.computing(10):
-                clock.advance(10 / tokens_per_second)
+            begun = latency.prompts.begin(10)
+            clock.advance(10 / tokens_per_second)
+            latency.prompts.end(begun, is_done=True)
         if token_seconds:
             latency.token_seconds.add(token_seconds)
     record = WorkerRecord(

@@ -24,6 +24,7 @@ class Idle:
 
     problem = embedding_layout = encoder = ""
     requests = waiting_tokens = others_tokens = 0
+    wake_seconds = 0.0
     token_seconds: float | None = None
     loras = KnownLoras()
 

@@ -29,6 +29,7 @@ class Seen:
     load: cluster_service_pb2.WorkerLoad = field(default_factory=cluster_service_pb2.WorkerLoad)
     problem: str = ""
     others_tokens: int = 0
+    wake_seconds: float = 0.0
     waiting_tokens: int = 0
     embedding_layout: str = ""
     encoder: str = ""

@@ -21,6 +21,7 @@ class Idle:
 
     problem = embedding_layout = encoder = ""
     requests = waiting_tokens = others_tokens = 0
+    wake_seconds = 0.0
     token_seconds = None
     loras = KnownLoras()
     load = cluster_service_pb2.WorkerLoad()

@@ -31,6 +31,7 @@ class Seen:
     embedding_layout: str = ""
     encoder: str = ""
     token_seconds: float | None = None
+    wake_seconds: float = 0.0
     loras: KnownLoras = field(default_factory=KnownLoras)
 
 
@@ -172,3 +173,12 @@ def test_what_a_prompt_loaded_is_not_taken_from_the_time_of_the_one_before(monke
     clock.advance(6.0)
     second.first_token(800)
     assert measured == [(1600, 10.0, 800.0), (800, 1.0, 1200.0)]
+
+
+def test_a_model_that_sleeps_costs_the_time_to_wake_and_what_it_displaces() -> None:
+    awake, asleep = worker("awake"), replace(worker("asleep"), wake_seconds=2.0)
+    seconds = [
+        PrefillRank(*fields).wait
+        for fields in RankCosts(Costs(COSTS)).to_prefill((awake, asleep), request(64), Matched({}, {}), now=0.0)
+    ]
+    assert seconds == [0.0, 3.0]

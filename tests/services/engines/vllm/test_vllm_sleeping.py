@@ -130,3 +130,18 @@ async def test_an_engine_without_the_setting_never_sleeps() -> None:
         await asyncio.sleep(0.3)
         assert not sleep.is_idle()
         assert core.sleeps == 0
+
+
+async def test_an_engine_that_is_told_to_sleeps_at_once_and_not_with_a_request() -> None:
+    core = Core()
+    requests = _requests(core)
+    async with VllmSleep(core, requests, 3600.0) as sleep:
+        await _asked(sleep, requests)
+        assert not await sleep.fall_asleep()
+        core.finish.set()
+        await eventually(lambda: not len(requests))
+        for sleeps in (1, 2):
+            assert await sleep.fall_asleep()
+            assert core.asleep
+            await sleep.wake()
+            assert (core.asleep, core.sleeps) == (False, sleeps)
