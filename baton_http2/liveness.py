@@ -34,7 +34,7 @@ class Liveness:
         self._last_ping_at = float("-inf")
         self._answers_at_ping = (0, 0)
         self._strikes = 0
-        self._unread_before = -1
+        self._read_before = -1
         self._requests_looked_at = 0.0
         self.is_draining = False
         # The peer has sent its first frames.
@@ -156,11 +156,12 @@ class Liveness:
         # Found twice at the same place, a reader has taken nothing for at least half of its time.
         self._later("readers", self._limits.http2.slow_reader_seconds / 2, self._check_readers)
         connection = self._connection
-        unread = connection.transport.get_write_buffer_size()
-        if unread and unread == self._unread_before:
+        # Not by what is unread, which grows by an answer to each of the peer's PINGs.
+        waits = connection.transport.get_write_buffer_size() > 0
+        was, self._read_before = self._read_before, connection.output.read_bytes if waits else -1
+        if waits and self._read_before == was:
             connection.budget_exceeded("slow_reader", "nothing was read for too long")
             return
-        self._unread_before = unread
         for stream_id, stream in tuple(connection.streams.items()):
             if stream.is_stalled():
                 EXCEEDED.labels("slow_reader").inc()

@@ -46,6 +46,7 @@ class Output:
         "_transport",
         "_waiting",
         "_was_flushed",
+        "_written_bytes",
         "frames",
         "header_blocks",
         "is_scheduled",
@@ -66,6 +67,7 @@ class Output:
         self.frames: list[bytes] = []
         self.is_scheduled = False
         self._was_flushed = False  # in this turn of the loop, early
+        self._written_bytes = 0
         self._waiting: dict[Pump, None] = {}
         self._crowd: dict[WakeWriters, None] = {}
         self._granted = DEFAULT_WINDOW
@@ -82,6 +84,11 @@ class Output:
     def sent_bytes(self) -> int:
         """The DATA that was sent so far."""
         return self._granted - self.window
+
+    @property
+    def read_bytes(self) -> int:
+        """The bytes of all frames that the transport has written so far."""
+        return self._written_bytes - self._transport.get_write_buffer_size()
 
     @property
     def is_crowded(self) -> bool:
@@ -188,7 +195,9 @@ class Output:
 
     def _write(self) -> None:
         frames = self.frames
-        self._transport.write(frames[0] if len(frames) == 1 else b"".join(frames))
+        content = frames[0] if len(frames) == 1 else b"".join(frames)
+        self._written_bytes += len(content)
+        self._transport.write(content)
         frames.clear()
 
     def schedule(self) -> None:

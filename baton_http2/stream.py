@@ -62,6 +62,7 @@ class Stream:
         "_owner",
         "_pace",
         "_pending",
+        "_pumped_bytes",
         "_receive_window",
         "_trailers",
         "_writers",
@@ -81,12 +82,13 @@ class Stream:
         self._owner = owner
         self._output = owner.output
         self._pending = _NOTHING
+        self._pumped_bytes = 0  # of what has waited
         self._trailers: bytes | None = None
         self._writers: list[asyncio.Future[None]] = []
         self._receive_window = RECEIVE_WINDOW
         # Made for the first bytes, or for who waits for them: heads without a message are cheap to send.
         self._inbox: Inbox | None = None
-        self._mark: tuple[int, int] | None = None
+        self._mark = -1
         self._large: LargeMessage | None = None  # made for the first one
         self._pace: Pace | None = None
         self.id = stream_id
@@ -190,9 +192,10 @@ class Stream:
             inbox = self.inbox
             if not inbox.wants_more and inbox.size * 2 > RECEIVE_WINDOW:
                 return
-            missing = inbox.partial_length - inbox.partial_size
-            if inbox.partial_length > RECEIVE_WINDOW and not self._is_counted(missing):
-                return
+            if inbox.partial_length > RECEIVE_WINDOW:
+                if not self._is_counted(inbox.partial_length - inbox.partial_size):
+                    return
+                inbox.make_room()
         self._receive_window = RECEIVE_WINDOW
         self._output.send(window_update(self.id, used))
 
@@ -237,9 +240,9 @@ class Stream:
 
     def is_stalled(self) -> bool:
         """True if bytes wait, and none of them has been sent since this was last asked."""
-        mark = (len(self._pending), self.window) if self._pending else None
-        was, self._mark = self._mark, mark
-        return mark is not None and mark == was
+        # Not by the window, which a peer may open as it likes while that of its connection is closed.
+        was, self._mark = self._mark, self._pumped_bytes if self._pending else -1
+        return self._mark >= 0 and self._mark == was
 
     @property
     def can_pump(self) -> bool:
@@ -370,6 +373,7 @@ class Stream:
             self.window -= sent
             output.window -= sent
             output.waiting_bytes -= sent
+            self._pumped_bytes += sent
             del pending[:sent]
             self.wake_writers()
             if not pending and self._trailers is not None:

@@ -3,8 +3,9 @@
 A router, simulated workers and an attacker run in processes of their own; this process reads one stream whose workers
 make a token every 20 ms. For each payload the attacker sends one request after another. It prints the 99th percentile
 of the delays between the stream's tokens, that as a ratio to the one without an attack just before, the longest time
-that the router's event loop did nothing else, the most CPU time that its thread took in that, which other processes do
-not change, the CPU time of a request, and its answer.
+that the router's event loop did nothing else, for how much of it the loop's thread was ready and had no processor, the
+most CPU time that it took in one, which other processes do not change, the CPU time of a request, and its answer. What
+is left of the longest time, the thread waited for the interpreter.
 
     python -m benchmarks.large_requests [--seconds 4] [--only NAME ...]
 """
@@ -18,6 +19,7 @@ from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
+from pathlib import Path
 
 import grpc
 import uvloop
@@ -176,7 +178,7 @@ def run_workers(pipe: Connection) -> None:
 
 def run_router(pipe: Connection) -> None:
     """A router to the workers whose records come first. Answers each message with the longest hold since the last one,
-    and with the most CPU time of one.
+    with how much of it had no processor, and with the most CPU time of one.
     """
 
     switch_often()
@@ -191,19 +193,24 @@ def run_router(pipe: Connection) -> None:
             while sum(not worker.problem for worker in router.cluster.workers) < 3:  # noqa: ASYNC110
                 await asyncio.sleep(0.01)
             pipe.send((router.address, router.openai_address))
-            longest = most = 0.0
+            longest, most = (0.0, 0.0), 0.0
             while True:
-                before, cpu = time.perf_counter(), time.thread_time()
+                before, cpu, ready = time.perf_counter(), time.thread_time(), ready_seconds()
                 await asyncio.sleep(_PROBE_SECONDS)
-                longest = max(longest, time.perf_counter() - before - _PROBE_SECONDS)
+                longest = max(longest, (time.perf_counter() - before - _PROBE_SECONDS, ready_seconds() - ready))
                 most = max(most, time.thread_time() - cpu)
                 if pipe.poll():
                     if pipe.recv() == "stop":
                         return
-                    pipe.send((longest, most))
-                    longest = most = 0.0
+                    pipe.send((*longest, most))
+                    longest, most = (0.0, 0.0), 0.0
 
     run_process(serve)
+
+
+def ready_seconds() -> float:
+    """How long this thread has been ready to run so far, and had no processor. Of Linux."""
+    return int(Path("/proc/thread-self/schedstat").read_text().split()[1]) / 1e9
 
 
 def run_attacker(pipe: Connection) -> None:
@@ -294,7 +301,8 @@ async def measure(names: Sequence[str], seconds: float) -> None:
         channel = await stack.enter_async_context(open_channel(address))
         stream = await stack.enter_async_context(bystander(inference_service_pb2_grpc.InferenceServiceStub(channel)))
         await asyncio.sleep(2.0)
-        columns = ("payload", "p99 ms", "ratio", "longest hold ms", "CPU ms of a hold", "CPU ms a request", "answer")
+        holds = "longest hold ms", "of it without a processor", "CPU ms of a hold"
+        columns = ("payload", "p99 ms", "ratio", *holds, "CPU ms a request", "answer")
         print(f"| {' | '.join(columns)} |\n{'|---' * len(columns)}|")
         for name in names:
             attacker.send((name, seconds))
@@ -310,9 +318,8 @@ async def measure(names: Sequence[str], seconds: float) -> None:
             attacked = stream.p99_milliseconds()
             cpu = (cpu_nanoseconds(pid) - before) / 1e6 / count
             router.send("hold")
-            hold, most = (1e3 * each for each in await received(router))
-            numbers = f"{attacked:.0f}", f"{attacked / quiet:.2f}", f"{hold:.1f}", f"{most:.1f}", f"{cpu:.0f}"
-            cells = [name, *numbers, answer[:100]]
+            found = [f"{1e3 * each:.1f}" for each in await received(router)]
+            cells = [name, f"{attacked:.0f}", f"{attacked / quiet:.2f}", *found, f"{cpu:.0f}", answer[:100]]
             print(f"| {' | '.join(cells)} |".replace("\n", " "), flush=True)
 
 

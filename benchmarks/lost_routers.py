@@ -4,9 +4,11 @@
         [--how kill pause cut restart] [--client library|events] [--engine simulated|embedded] [--add-to FILE]
 
 Starts a cluster of processes. Every stream is compared with an undisturbed one: its ids, text, log probabilities'
-tokens, calls and ends. Pauses are the longest gap of each stream that was resumed. The client is Baton's own, or one of
-server-sent events that sends `Last-Event-ID`; of several ways of losing a router each is taken in turn. With
-`--add-to`, the figures are added to those in a file, and the sum is printed, so that a long run can be made in pieces.
+tokens, calls and ends. Pauses are those from the loss of a router to the next token: of each stream that was resumed,
+the longest. The client is Baton's own, or one of server-sent events that sends `Last-Event-ID`; of several ways of
+losing a router each is taken in turn. A killed router starts a second later, forked from a process that has imported
+it: an import takes a core for a second or two. With `--add-to`, the figures are added to those in a file, whose sum is
+printed, so that a long run can be made in pieces.
 """
 
 import argparse
@@ -65,6 +67,8 @@ async def _run(plan: _Plan, etcd: str, folder: Path) -> Report:
     )
     async with fleet(fleet_plan, folder) as running:
         routers = [node for node in running.nodes.values() if node.role == "router"]
+        for router in routers:
+            router.is_forked = True
         streams = _streams(plan, routers)
         await streams.learn()
         await streams.run(plan.streams, partial(_lose_all, plan, routers, streams))
@@ -90,6 +94,7 @@ async def _lose_all(plan: _Plan, routers: Sequence[Node], streams: Streams | Eve
         if time.monotonic() > ends_at:
             break
         streams.report.losses += 1
+        streams.losses.note()
         await _lose(routers[number % 2], plan.how[number // 2 % len(plan.how)])
         if isinstance(streams, Streams):
             await streams.balance(plan.streams)

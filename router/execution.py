@@ -226,7 +226,7 @@ class RequestExecution:
     # Kept answers: see router/resume.
 
     async def _reattach(self, lost: WorkerHandle, error: BatonError) -> AdoptedDecode | None:
-        """The same decode in the next process of its worker; None if it had not begun, or does not go on there."""
+        """The same decode on its worker, once that is ready again; None if it has not begun, or does not go on."""
         state = self._state
         if state.ctx.keep is None or self._kept_by(lost) is None or state.yielded or state.held:
             return None

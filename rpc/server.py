@@ -109,15 +109,17 @@ class ConnectionLimits(Section):
 
 @dataclass(frozen=True, slots=True)
 class SharedLimits:
-    """The limits that a process' servers share: memory for requests, and descriptors for connections."""
+    """The limits that a process' servers share: memory for requests, descriptors for connections, and patience."""
 
     input: InputBudget
     connections: OpenConnections
+    slow_reader_seconds: float
 
     @classmethod
     def of(cls, limits: ConnectionLimits) -> "SharedLimits":
         """As configured."""
-        return cls(InputBudget(limits.input), OpenConnections(limits.reserved_descriptors))
+        connections = OpenConnections(limits.reserved_descriptors)
+        return cls(InputBudget(limits.input), connections, limits.http2.slow_reader_seconds)
 
 
 # Which implementation serves: grpc.aio, or our own HTTP/2.

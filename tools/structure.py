@@ -32,6 +32,7 @@ PACKAGES = (
     "devtools",
 )
 GENERATED = re.compile(r"_pb2(_grpc)?\.py$")
+BUILT = {"build", "node_modules"}  # by the clients of examples/, with others' packages
 # Packages whose folders are rooms of their own.
 ROOMS = ("router", "services", "rpc", "baton_http2")
 SHORT_LINES = 40
@@ -71,7 +72,7 @@ def read(root: Path, packages: Sequence[str] = PACKAGES) -> dict[str, Module]:
     found = {}
     for package in packages:
         for path in sorted((root / package).rglob("*.py")):
-            if not GENERATED.search(path.name):
+            if not GENERATED.search(path.name) and not BUILT & {*path.relative_to(root).parts}:
                 text = path.read_text()
                 name = ".".join(path.relative_to(root).with_suffix("").parts).removesuffix(".__init__")
                 found[name] = Module(name, path, ast.parse(text), len(text.splitlines()))

@@ -123,7 +123,8 @@ class AsyncGeneration:
                             raise failure from error.__cause__
                         trace.retry(failure, pause)
                     self._routers.leave(present)
-                    await asyncio.sleep(pause)
+                    if pause:
+                        await asyncio.sleep(pause)
             finally:
                 if received.handle and not received.is_complete:
                     self._stop(received.handle)

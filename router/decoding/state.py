@@ -80,6 +80,7 @@ class ExecutionState(Waiting):
         self.yielded: Yielded | None = None  # by the last decode, until the next one has given a token
         self.has_gap = False  # tokens of the answer were lost: what its client has cannot be continued
         self.has_moved = False  # a decode that knew what was cached of the prompt has yielded
+        self.reattached_after: tuple[str, int] | None = None  # the process that was lost, and the tokens until then
         self.held: HeldHandoff | None = None
         # Of engines that allocate first: until their decode has accepted it.
         self.destination: Destination | None = None

@@ -1,9 +1,11 @@
 """The life of a request for pictures or clips, top to bottom: validate, admit, draw."""
 
+import asyncio
 from collections.abc import Awaitable, Callable
 from functools import partial
 
 from baton.engine.v1 import diffuse_pb2
+from baton.errors import SlowReader
 from baton.inference.v1 import generate_pb2, image_pb2, timing_pb2, video_pb2
 from router.admission.predictor import RequestEstimate
 from router.context import RequestContext
@@ -13,6 +15,7 @@ from router.drawing.options import DrawingModel, Request
 from router.request_path import RequestPath
 from router.telemetry.spans import set_drawing_attributes
 from router.workers.role_calls import call_with_retries
+from runtime.aio import timeout
 
 Finished = image_pb2.ImagesFinished
 Send = Callable[[Event | Finished], Awaitable[None]]
@@ -28,6 +31,7 @@ class DrawingPipeline:
         """Answers a call, event by event. Raises a BatonError if it fails. A cancellation of the caller means that the
         client has left.
         """
+        send = partial(_send_in_time, send, self._path.pipeline.limits.slow_reader_seconds)
         same = generate_pb2.GenerateRequest(request_id=request.request_id, model=request.model)
         ctx = self._path.contexts.create(same, call)
         ctx.stats.operation = ROLE
@@ -88,3 +92,12 @@ class DrawingPipeline:
         event.uri = await self._path.store.write(folder, "output_uri", name, event.data)
         event.ClearField("data")
         await send(event)
+
+
+async def _send_in_time(send: Send, seconds: float, event: Event | Finished) -> None:
+    """Raises SlowReader if the client takes too long to read what came before."""
+    try:
+        async with timeout(seconds):
+            await send(event)
+    except asyncio.TimeoutError:
+        raise SlowReader(f"the client has read nothing for {seconds:g} s") from None

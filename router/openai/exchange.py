@@ -26,7 +26,7 @@ from runtime.aio import timeout
 from runtime.telemetry.logs import add_log_fields
 
 ENDED_BY_DRAIN = "the router ended before the request did"
-_FAIL_SECONDS = 1.0  # for the last event of an answer that a drain cuts
+_FAIL_SECONDS = 1.0  # for the last event of an answer that fails
 _LARGE_BODY_BYTES = 4096  # reading a larger one on the event loop would delay other streams
 
 Body = TypeVar("Body", bound=BaseModel)
@@ -123,15 +123,20 @@ async def run_stream(call: HttpCall, stream: FailableStream, work: Coroutine[Any
             raise
         call.status = code_of(type(error))
         add_log_fields(reason=error.reason, error=error.message)
-        await stream.fail(error)
+        await _fail(stream, error)
         return True
     except asyncio.CancelledError:
         if call.response_status and not call.cancelled():
-            # The drain is over; a client that reads learns why its answer ends here.
-            with suppress(asyncio.TimeoutError):
-                async with timeout(_FAIL_SECONDS):
-                    await stream.fail(Draining(ENDED_BY_DRAIN))
+            # The drain is over.
+            await _fail(stream, Draining(ENDED_BY_DRAIN))
         raise
+
+
+async def _fail(stream: FailableStream, error: BatonError) -> None:
+    """Tells a client that reads why its answer ends here."""
+    with suppress(asyncio.TimeoutError):
+        async with timeout(_FAIL_SECONDS):
+            await stream.fail(error)
 
 
 def add_session(call: HttpCall, request: generate_pb2.GenerateRequest) -> None:

@@ -11,6 +11,7 @@ import structlog
 
 from baton.connection.credentials import is_loopback
 from baton.errors import ConfigError
+from baton_http2.limits import EXCEEDED
 from baton_http2.sockets.accepting import Acceptor, open_sockets
 from baton_http2.sockets.descriptors import longest_idle
 from router.config import OpenAIConfig
@@ -68,6 +69,9 @@ class _BoundedHttp(HttpToolsProtocol):
     # Since when a request is received whose end has not come, and since when none runs; in the loop's time.
     _receiving_since: float | None = None
     _idle_since = 0.0
+    # What the client has not taken, and since when it is as much; in the loop's time.
+    _unread = 0
+    _unread_since = 0.0
     _timer: asyncio.TimerHandle | None = None
     shared: SharedLimits
 
@@ -138,9 +142,12 @@ class _BoundedHttp(HttpToolsProtocol):
         return self.shared.input.limits.stall_seconds
 
     def _check(self) -> None:
-        """Closes a connection that sends no request, or too slowly a head, or the rest of what is answered already."""
+        """Closes a connection whose client takes nothing of its answer, or sends no request, or too slowly a head, or
+        the rest of what is answered already.
+        """
         self._timer = self.loop.call_later(self._stall_seconds / 3, self._check)
         idle, now = self.idle_since(), self.loop.time()
+        self._end_slow_reader(now)
         if idle is None:
             return
         if self._receiving_since is not None:
@@ -149,6 +156,15 @@ class _BoundedHttp(HttpToolsProtocol):
                 self.close_idle()
         elif self.cycle is None and now - idle > _IDLE_SECONDS:
             self.close_idle()
+
+    def _end_slow_reader(self, now: float) -> None:
+        """Whoever writes waits while much is unread, so that it changes only by what the client takes."""
+        unread = self.transport.get_write_buffer_size()
+        if unread != self._unread:
+            self._unread, self._unread_since = unread, now
+        elif unread and now - self._unread_since > self.shared.slow_reader_seconds:
+            EXCEEDED.labels("slow_reader").inc()
+            self.transport.abort()
 
 
 class _Server(uvicorn.Server):

@@ -3,7 +3,9 @@
 import asyncio
 from collections.abc import Callable, Sequence
 from contextlib import aclosing
+from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 from baton.calls import stream
 from baton.engine.v1 import worker_pb2
@@ -23,8 +25,12 @@ from runtime.lasting import lasting
 _SILENCE_SECONDS = 10.0
 # From this size on, about two hundred blocks, a message is large.
 _LARGE_BYTES = 4096
-# Workers send at most 1024 hashes of 16 bytes in a message.
-_MOST_HASHES = 16 * 1024
+# Workers send at most 1024 hashes of 16 bytes in a message; so many take the event loop 2 ms.
+_MOST_HASHES = 4096
+_MOST_BYTES = 512 * 1024  # a larger one is not parsed
+# What one worker may send: about an eighth of the event loop's time. Beyond that it waits, and merges its changes.
+_BYTES_PER_SECOND = 4 * 2**20
+_BURST_SECONDS = 1.0
 _HASH_BYTES = range(8, 65)
 _MOST_TIERS = 8
 _ON_DEVICE = (worker_pb2.KV_TIER_UNSPECIFIED, worker_pb2.KV_TIER_DEVICE)
@@ -37,6 +43,44 @@ _MOST_UNTOLD_BLOCKS = 2**20
 _MOST_BLOCKS = 2**22
 # Between two subscriptions to a worker that has sent what it may not.
 _FIRST_PENALTY_SECONDS, _LONGEST_PENALTY_SECONDS = 1.0, 60.0
+# A subscription that lasted so long was a good one.
+_LASTING_SECONDS = 60.0
+_METHOD = "/baton.engine.v1.WorkerService/SubscribeKvEvents"
+
+
+@dataclass(frozen=True, slots=True)
+class KvMessage:
+    """A message and its bytes; without `events` if they are too many to be parsed."""
+
+    size: int
+    events: worker_pb2.SubscribeKvEventsResponse | None
+
+    @classmethod
+    def read(cls, wire: bytes) -> "KvMessage":
+        """Parses a message within the limit."""
+        fits = len(wire) <= _MOST_BYTES
+        return cls(len(wire), worker_pb2.SubscribeKvEventsResponse.FromString(wire) if fits else None)
+
+
+class KvEventsStub:
+    """The subscription to a worker's KV events, as a stub."""
+
+    def __init__(self, channel: Any) -> None:
+        serialize = worker_pb2.SubscribeKvEventsRequest.SerializeToString
+        self.subscribe = channel.unary_stream(_METHOD, serialize, KvMessage.read)
+
+
+class EventPace:
+    """The pace of one worker's messages."""
+
+    def __init__(self) -> None:
+        self._free_at = 0.0
+
+    def seconds_after(self, size: int, now: float) -> float:
+        """The seconds to wait after a message of so many bytes."""
+        cost = (size + _LARGE_BYTES) / _BYTES_PER_SECOND
+        self._free_at = max(self._free_at, now - _BURST_SECONDS) + cost
+        return max(0.0, self._free_at - now)
 
 
 class KvFeed:
@@ -65,12 +109,14 @@ class KvFeed:
         self._next = 0
 
     def apply(self, message: worker_pb2.SubscribeKvEventsResponse) -> bool:
-        """Applies a message; ignores a repeated one. Returns false if one is missing or is from another process.
+        """Applies a message; ignores a repeated one. Returns false for one of another process.
 
-        Raises InvalidReply for one that the worker may not send, of which nothing is applied.
+        Raises InvalidReply if one is missing, and for one that the worker may not send, of which nothing is applied.
         """
-        if message.epoch != self._epoch or message.sequence > self._next:
+        if message.epoch != self._epoch:
             return False
+        if message.sequence > self._next:
+            raise InvalidReply(f"KV events: message {self._next} is missing")
         if message.sequence == self._next:
             self._next += 1
             self._apply(message)
@@ -89,11 +135,10 @@ class KvFeed:
                 self._caches.remove(cache, _keys(message.removed.block_hashes))
             case "changed":
                 changed = message.changed
-                removed, stored = _keys(changed.removed), _keys(changed.stored)
                 if len(changed.moved) > _MOST_TIERS:
                     raise InvalidReply(f"KV events of {len(changed.moved)} tiers; at most {_MOST_TIERS} are allowed")
-                if sum(len(each.block_hashes) for each in changed.moved) > _MOST_HASHES:
-                    raise InvalidReply(f"KV events: more than {_MOST_HASHES} blocks have moved, which is not allowed")
+                _check_hashes(changed.removed, changed.stored, *(each.block_hashes for each in changed.moved))
+                removed, stored = _keys(changed.removed), _keys(changed.stored)
                 moved = [_keys(each.block_hashes) for each in changed.moved]
                 self._caches.remove(cache, removed)
                 self._caches.store(cache, stored)
@@ -151,11 +196,12 @@ class KvSubscriber:
 
     async def _follow(self, worker: WorkerHandle) -> None:
         backoff, penalty = Backoff(), Backoff(_FIRST_PENALTY_SECONDS, _LONGEST_PENALTY_SECONDS)
+        now = asyncio.get_running_loop().time
         with ReportStream("kv_events", worker.record.worker_id) as reports:
             while True:
-                waits = backoff
+                waits, began = backoff, now()
                 try:
-                    await self._subscribe(worker, backoff, reports)
+                    await self._subscribe(worker, reports)
                 except Unsupported:
                     # Its cache is estimated.
                     return
@@ -170,29 +216,36 @@ class KvSubscriber:
                 except TimeoutError:
                     reports.lost(f"nothing came for {_SILENCE_SECONDS:.0f} s")
                 metrics.KV_RESUBSCRIPTIONS.inc()
+                if now() - began > _LASTING_SECONDS:
+                    backoff.reset()
+                    penalty.reset()
                 await asyncio.sleep(waits.next_seconds())
 
-    async def _subscribe(self, worker: WorkerHandle, backoff: Backoff, reports: ReportStream) -> None:
-        """Follows one subscription until a message is missing, or the worker is silent for too long."""
-        record = worker.record
+    async def _subscribe(self, worker: WorkerHandle, reports: ReportStream) -> None:
+        """Follows one subscription until it ends. Raises InvalidReply, and TimeoutError if nothing comes for long."""
+        record, now, pace = worker.record, asyncio.get_running_loop().time, EventPace()
         ranks = record.data_parallel_ranks
         feed = KvFeed(record.process, record.epoch, self._caches, ranks, lambda: worker.load)
-        call = worker.control.SubscribeKvEvents(worker_pb2.SubscribeKvEventsRequest())
+        call = worker.stub(KvEventsStub).subscribe(worker_pb2.SubscribeKvEventsRequest())
         async with timeout(_SILENCE_SECONDS) as patience, aclosing(stream(call)) as messages:
             async for message in messages:
                 if not await self._apply(feed, message):
+                    reports.lost("they are of another process")
                     return
                 reports.arrived()
-                backoff.reset()
-                patience.reschedule(asyncio.get_running_loop().time() + _SILENCE_SECONDS)
+                if (seconds := pace.seconds_after(message.size, now())) > 0:
+                    await asyncio.sleep(seconds)
+                patience.reschedule(now() + _SILENCE_SECONDS)
         reports.lost("the worker ended it")
 
-    async def _apply(self, feed: KvFeed, message: worker_pb2.SubscribeKvEventsResponse) -> bool:
-        """Applies a message. Of large ones, such as pieces of snapshots, one in each turn of the event loop."""
-        if message.ByteSize() < _LARGE_BYTES:
-            return feed.apply(message)
+    async def _apply(self, feed: KvFeed, message: KvMessage) -> bool:
+        """As KvFeed does. Of large ones, such as pieces of snapshots, one in each turn of the event loop."""
+        if message.events is None:
+            raise InvalidReply(f"KV events: a message has {message.size} bytes; at most {_MOST_BYTES} are allowed")
+        if message.size < _LARGE_BYTES:
+            return feed.apply(message.events)
         async with self._one_large:
-            is_next = feed.apply(message)
+            is_next = feed.apply(message.events)
             await asyncio.sleep(0)
         return is_next
 
@@ -205,10 +258,16 @@ def _most_blocks(load: WorkerLoad) -> int:
     return min(_MOST_BLOCKS, _MOST_POOLS * load.blocks_total + in_tiers)
 
 
+def _check_hashes(*hashes: Sequence[bytes]) -> None:
+    """Raises InvalidReply if a message has too many."""
+    count = sum(map(len, hashes))
+    if count > _MOST_HASHES:
+        raise InvalidReply(f"KV events: a message has {count} blocks; at most {_MOST_HASHES} are allowed")
+
+
 def _keys(hashes: Sequence[bytes]) -> list[int]:
     """The keys of a message's hashes. Raises InvalidReply."""
-    if len(hashes) > _MOST_HASHES:
-        raise InvalidReply(f"KV events: a message has {len(hashes)} blocks; at most {_MOST_HASHES} are allowed")
+    _check_hashes(hashes)
     for each in hashes:
         if len(each) not in _HASH_BYTES:
             raise InvalidReply(f"KV events with a block hash of {len(each)} bytes")

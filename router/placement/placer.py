@@ -124,6 +124,10 @@ class Placer:
         """Waits until a later process of a worker is ready."""
         return await self._cluster.next_process(lost)
 
+    async def change(self) -> None:
+        """Waits until a worker has changed."""
+        await self._cluster.change()
+
     def move_targets(
         self, request: RoutingRequest, context_tokens: int, source: WorkerHandle, tried: frozenset[str] = frozenset()
     ) -> list[WorkerHandle]:

@@ -1,8 +1,8 @@
 """The answers of a handle on their workers: attached to, told of, and forgotten."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import AsyncExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import structlog
@@ -37,6 +37,12 @@ class ResumeRequest:
     handle: Handle
     qos: RequestQos
     call: Any
+    continued: dict[int, Continued] = field(init=False)  # the client's part of each answer
+
+    def __post_init__(self) -> None:
+        ids = [each.ids for each in self.message.received]
+        parts = {one.index: Continued(one, ids[one.index] if one.index < len(ids) else ()) for one in self.message.have}
+        object.__setattr__(self, "continued", parts)
 
     @property
     def owner(self) -> bytes:
@@ -44,9 +50,9 @@ class ResumeRequest:
         caller = current_caller()
         return owner_sha256(caller.name if caller else "", self.qos.tenant)
 
-    def keep(self, seconds: float, handle: Handle) -> Keep:
+    def keep(self, seconds: float, handle: Handle, origin: bytes = b"", *, is_partly_lost: bool = False) -> Keep:
         """The client's parts, for the contexts of its answers."""
-        return Keep(seconds, handle, self.message.attempt, continued=_continued(self.message))
+        return Keep(seconds, handle, self.message.attempt, is_partly_lost, origin, self.continued)
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,10 +121,11 @@ class Attacher:
         if not workers:
             return ()
         try:
-            found = await gather_or_cancel(
+            attaching = [
                 self._attach_if_there(answer, workers.get(call_id), request, seconds, attached)
                 for answer, call_id in enumerate(call_ids)
-            )
+            ]
+            found = await gather_or_cancel(attaching) if answers > 1 else [await attaching[0]]
         except PositionInvalid:
             # The client's own copy may do, for log probabilities that the worker has no more.
             if not message.HasField("request"):
@@ -199,7 +206,7 @@ def _attach_request(answer: int, request: ResumeRequest) -> decode_pb2.AttachReq
         secret=request.handle.secret,
         owner_sha256=request.owner,
         attempt=request.message.attempt,
-        from_tokens=request.keep(0, request.handle).of(answer).have.tokens,
+        from_tokens=request.continued[answer].have.tokens if answer in request.continued else 0,
     )
 
 
@@ -224,17 +231,8 @@ def _is_computable(answer: int, another: Adopted, request: ResumeRequest) -> boo
     asked, prompt = another.record.request, another.decode.attached.prompt
     if prompt.media or (answer == 0 and asked.response.HasField("prompt_logprobs")):
         return False
-    continued = request.keep(0, request.handle).of(answer)
-    return len(continued.received) == continued.have.tokens
-
-
-def _continued(message: generate_pb2.ResumeGenerationRequest) -> Mapping[int, Continued]:
-    """The client's part of each answer."""
-    received = message.received
-    return {
-        position.index: Continued(position, received[position.index].ids if position.index < len(received) else ())
-        for position in message.have
-    }
+    continued = request.continued.get(answer)
+    return continued is None or len(continued.received) == continued.have.tokens
 
 
 async def first_of(call: Any) -> decode_pb2.DecodeAttached:

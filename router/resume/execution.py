@@ -1,18 +1,18 @@
 """One answer that goes on: on the worker that still runs it, or, from the ids that its client has, on another."""
 
-from baton.engine.v1 import prompt_pb2, resume_pb2
+from baton.engine.v1 import prompt_pb2
 from baton.errors import EmbeddingLost, StreamLost
 from baton.inference.v1 import generate_pb2
 from router.context import RequestContext
 from router.decoding.state import Executor
 from router.execution import RequestExecution
 from router.multimodal.prompt import MultimodalPrompt
+from router.resume.attaching import Adopted
 from router.resume.replay import ReplayedCompletion
 from router.routing.policy import Placement
 from router.stream.writer import StreamWriter
 from router.text.completion import Finish, TokenDelta
 from router.text.served_model import ServedModel
-from router.workers.calls import AdoptedDecode
 from router.workers.handle import WorkerHandle
 
 _NOTHING = TokenDelta("")
@@ -31,12 +31,13 @@ class ResumedExecution(RequestExecution):
         prompt: MultimodalPrompt,
         completion: ReplayedCompletion,
         stream: StreamWriter,
-        adopted: AdoptedDecode | None = None,
+        adopted: Adopted | None = None,
     ) -> None:
         super().__init__(executor, ctx, prompt, completion, stream)
         self._replay = completion
-        self._adopted = self._kept = adopted
-        self._resumptions = adopted.attachment - 1 if adopted else 1
+        self._taken = adopted
+        self._adopted = adopted.decode if adopted else None
+        self._resumptions = adopted.decode.attachment - 1 if adopted else 1
 
     async def run(self) -> None:
         """Sends what the client lacks, then decodes to the end. The tenant has paid for what a client or router has."""
@@ -75,12 +76,11 @@ class ResumedExecution(RequestExecution):
             self._send_first(self._started(placement))
 
     def _started(self, placement: Placement[WorkerHandle]) -> generate_pb2.Started:
-        if self._adopted is None:
+        if self._adopted is None or self._taken is None:
             return super()._started(placement)
-        record = resume_pb2.ResumeRecord.FromString(self._adopted.attached.record)
         keep = self._state.ctx.keep
         assert keep is not None
-        self._known = record.started
+        self._known = self._taken.record.started
         self._known.resumption.handle = keep.handle.at(placement.decode.record.worker_id).text
         return self._known
 
@@ -98,9 +98,9 @@ class ResumedExecution(RequestExecution):
         try:
             return await super()._decode_prompt()
         except EmbeddingLost:
-            if self._kept is not None:
+            if self._taken is not None:
                 # Whoever resumes it next would be told the same, also if it has the request.
-                await self._state.calls.forget(self._kept)
+                await self._state.calls.forget(self._taken.decode)
             raise
 
     def _fill_finished(self, finish: Finish, finished: generate_pb2.Finished) -> None:

@@ -1,4 +1,4 @@
-"""A kept decode whose worker's process was lost: it goes on in the worker's next process, which has its ids and KV."""
+"""A kept decode whose call was lost: it goes on in its worker's process, or the next one, which has its ids and KV."""
 
 from typing import Any
 
@@ -16,35 +16,60 @@ from runtime.aio import timeout
 
 
 async def reattach(state: ExecutionState, lost: WorkerHandle, error: BatonError) -> AdoptedDecode | None:
-    """The decode in the next process of the worker that was lost by `error`; None if it does not go on there.
+    """The decode on the worker that was lost by `error`, once it is ready again; None if it does not go on there.
 
-    The caller owns its call. What the lost process had told of it is all there, but perhaps more.
+    The caller owns its call. What the lost call had told of it is all there, but perhaps more.
     """
-    if not _may_go_on(lost, error):
+    if not isinstance(error, Unavailable) or isinstance(error, (Draining, LoraNotHere, NoWorker)):
         return None
     emitted = len(state.completion.token_ids)
+    if state.reattached_after == (lost.record.process, emitted):
+        return None  # a process whose calls break again before a token is left
+    state.reattached_after = lost.record.process, emitted
+    takes_over = TAKES_OVER in lost.record.capabilities
     try:
-        async with timeout(min(_patience(state), state.ctx.deadline.remaining_seconds)):
-            worker = await state.placer.await_next_process(lost.record)
-            adopted = await _attach(state, worker, emitted)
+        worker = await (_next_process(state, lost) if takes_over else _same_process(state, lost))
+        adopted = await _attach(state, worker, emitted)
     except (TimeoutError, BatonError):
-        metrics.REATTACHMENTS.labels("lost").inc()
+        if takes_over:
+            metrics.REATTACHMENTS.labels("lost").inc()
         return None
     metrics.REATTACHMENTS.labels("attached").inc()
     return adopted
 
 
-def _may_go_on(lost: WorkerHandle, error: BatonError) -> bool:
-    is_loss = isinstance(error, Unavailable) and not isinstance(error, (Draining, LoraNotHere, NoWorker))
-    return is_loss and TAKES_OVER in lost.record.capabilities
+async def _next_process(state: ExecutionState, lost: WorkerHandle) -> WorkerHandle:
+    """The next process of a worker that keeps its KV; its own, if that is ready in the end. Raises TimeoutError."""
+    seconds = state.retries.reattach_seconds
+    if seconds and not _others_can(state, lost):
+        seconds = max(seconds, state.retries.wait_seconds)
+    try:
+        async with timeout(min(seconds, state.ctx.deadline.remaining_seconds)):
+            return await state.placer.await_next_process(lost.record)
+    except TimeoutError:
+        if lost.problem:
+            raise
+        return lost
 
 
-def _patience(state: ExecutionState) -> float:
-    """The time to wait: where no other worker can continue, as long as for one."""
-    seconds, tried = state.retries.reattach_seconds, state.attempts.tried if state.attempts else frozenset[str]()
-    if not seconds or state.placer.can_decode(state.routing_request, state.context_tokens, tried):
-        return seconds
-    return max(seconds, state.retries.wait_seconds)
+async def _same_process(state: ExecutionState, lost: WorkerHandle) -> WorkerHandle:
+    """The worker, whose connection alone may be lost, if it is ready before another one can continue.
+
+    Raises NoWorker, and TimeoutError.
+    """
+    async with timeout(min(state.retries.wait_seconds, state.ctx.deadline.remaining_seconds)):
+        while not _others_can(state, lost):
+            if not lost.problem:
+                return lost
+            await state.placer.change()
+    raise NoWorker("another worker can continue")
+
+
+def _others_can(state: ExecutionState, lost: WorkerHandle) -> bool:
+    if state.is_disaggregated:
+        return False  # another one would have to run the prompt
+    tried = state.attempts.tried if state.attempts else frozenset[str]()
+    return state.placer.can_decode(state.routing_request, state.context_tokens, tried | {lost.record.process})
 
 
 async def _attach(state: ExecutionState, worker: WorkerHandle, emitted: int) -> AdoptedDecode:

@@ -175,7 +175,7 @@ class Resumer:
             stats=stats,
             faults=self._contexts.read_faults(request.call),
             cancellation=Cancellation(request.handle.call_id),
-            keep=replace(request.keep(kept, request.handle), origin=record.origin, is_partly_lost=is_partly_lost),
+            keep=request.keep(kept, request.handle, record.origin, is_partly_lost=is_partly_lost),
             notes=notes,
         )
 
@@ -249,8 +249,8 @@ class Resumer:
         completion: ReplayedCompletion,
         stream: StreamWriter,
     ) -> None:
-        decode = one.decode if isinstance(one, Adopted) else None
-        await ResumedExecution(self._pipeline.executor, ctx, prompt, completion, stream, decode).run()
+        adopted = one if isinstance(one, Adopted) else None
+        await ResumedExecution(self._pipeline.executor, ctx, prompt, completion, stream, adopted).run()
 
     # From the client's own copy.
 

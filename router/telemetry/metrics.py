@@ -108,7 +108,7 @@ RESUMPTIONS = counter(
 )
 REATTACHMENTS = counter(
     "baton_router_reattachments_total",
-    "Kept answers whose worker's process was lost: attached in its next process, or lost there too.",
+    "Kept answers whose worker was lost: attached in its process again or in the next one, or lost there too.",
     ["result"],
 )
 STORED_RESPONSES = gauge("baton_router_stored_responses", "Responses of OpenAI's API that this router keeps in memory.")

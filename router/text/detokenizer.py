@@ -103,6 +103,8 @@ class Detokenizer:
         count = len(ids)
         if count == 1:
             return self.push_one(ids[0])
+        if (text := self.whole_text(ids)) is not None:
+            return text
         return "".join(map(self.push_one, ids)) if count > _MOST_TOGETHER else self._push(ids)
 
     def _push(self, ids: Sequence[int]) -> str:

@@ -20,7 +20,8 @@ class Graces(Generic[Item]):
     def __init__(self, end: Callable[[Item], None], context: Context) -> None:
         self._end = end
         self._context = context
-        self._ticks: dict[int, tuple[asyncio.TimerHandle, set[Item]]] = {}
+        # Each with its own number, so that all of its items have the same one.
+        self._ticks: dict[int, tuple[int, asyncio.TimerHandle, set[Item]]] = {}
 
     def begin(self, item: Item, seconds: float) -> int:
         """Ends the item after so many seconds, unless `cancel` is called with the tick that is returned."""
@@ -28,22 +29,23 @@ class Graces(Generic[Item]):
         tick = math.ceil((loop.time() + seconds) / _TICK_SECONDS)
         if tick not in self._ticks:
             timer = loop.call_at(tick * _TICK_SECONDS, self._pass, tick, context=self._context)
-            self._ticks[tick] = timer, set()
-        self._ticks[tick][1].add(item)
+            self._ticks[tick] = tick, timer, set()
+        tick, _, items = self._ticks[tick]
+        items.add(item)
         return tick
 
     def cancel(self, item: Item, tick: int) -> None:
         """Lets the item be, if its time has not come yet."""
         if tick not in self._ticks:
             return
-        timer, items = self._ticks[tick]
+        _, timer, items = self._ticks[tick]
         items.discard(item)
         if not items:
             timer.cancel()
             del self._ticks[tick]
 
     def _pass(self, tick: int) -> None:
-        self._end_all(self._ticks.pop(tick)[1])
+        self._end_all(self._ticks.pop(tick)[2])
 
     def _end_all(self, items: set[Item]) -> None:
         try:

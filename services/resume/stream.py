@@ -20,14 +20,14 @@ from services.requests.prompts import logprob_message, prompt_logprobs_message
 
 _NO_LOGPROBS: deque[bytes] = deque()  # of all streams without them: never changed
 # Of a stream, beside its record, its responses and its ids: what its own objects take.
-_OBJECT_BYTES = 1152
+_OBJECT_BYTES = 864
 
 
 @dataclass(frozen=True, slots=True)
 class KeptRequest:
     """The request of a kept decode, for the router that takes it over. The prompt has no embeddings.
 
-    Messages are kept as their bytes: a part of a message keeps the memory of all of it.
+    Messages are kept as their bytes: a part of a message keeps the memory of all of it. `keep` is a StreamKeep.
     """
 
     request_id: str
@@ -35,17 +35,15 @@ class KeptRequest:
     sampling: bytes
     has_token_logprobs: bool
     has_prompt_logprobs: bool
-    record: bytes
-    secret_sha256: bytes
-    owner_sha256: bytes
-    grace_seconds: float
+    keep: bytes
     hop: int
-    emitted: Sequence[int]
 
     @classmethod
     def of(cls, request: decode_pb2.DecodeRequest, most_seconds: float) -> "KeptRequest":
         """Of a request that has `keep`."""
-        keep, prompt = request.keep, request.prompt
+        prompt, keep = request.prompt, decode_pb2.StreamKeep()
+        keep.CopyFrom(request.keep)
+        keep.grace.FromNanoseconds(min(int(most_seconds * 1e9), keep.grace.ToNanoseconds()))
         if prompt.media:
             prompt = prompt_pb2.Prompt()
             prompt.CopyFrom(request.prompt)
@@ -57,13 +55,18 @@ class KeptRequest:
             sampling=request.sampling.SerializeToString(),
             has_token_logprobs=request.sampling.HasField("logprobs"),
             has_prompt_logprobs=request.sampling.HasField("prompt_logprobs"),
-            record=keep.record,
-            secret_sha256=keep.secret_sha256,
-            owner_sha256=keep.owner_sha256,
-            grace_seconds=min(most_seconds, keep.grace.ToNanoseconds() / 1e9),
+            keep=keep.SerializeToString(),
             hop=keep.hop,
-            emitted=tuple(request.emitted),
         )
+
+    def read_keep(self) -> decode_pb2.StreamKeep:
+        """Its record, its secret's and its owner's digests, and its grace."""
+        return decode_pb2.StreamKeep.FromString(self.keep)
+
+    @property
+    def grace_seconds(self) -> float:
+        """The time that it goes on without a reader."""
+        return self.read_keep().grace.ToNanoseconds() / 1e9
 
     @property
     def has_logprobs(self) -> bool:
@@ -98,7 +101,6 @@ class KeptStream:
         "free_yielded",
         "has_ended",
         "has_yielded",
-        "hop",
         "ids",
         "is_over",
         "is_told",
@@ -110,12 +112,11 @@ class KeptStream:
         "source",
     )
 
-    def __init__(self, kept: KeptRequest, logprob_bytes: int) -> None:
+    def __init__(self, kept: KeptRequest, logprob_bytes: int, emitted: Sequence[int] = ()) -> None:
         self.kept = kept
-        self.ids = array("I", kept.emitted)
-        self.read_tokens = len(kept.emitted)  # the first of them, which its readers have been given
+        self.ids = array("I", emitted)
+        self.read_tokens = len(emitted)  # the first of them, which its readers have been given
         self.attempt = self.attachment = 0
-        self.hop = kept.hop
         # The first and the last response, as bytes.
         self.accepted: bytes | None = None
         self.finished: bytes | None = None
@@ -138,7 +139,7 @@ class KeptStream:
     @property
     def size(self) -> int:
         """The bytes that it takes, without its prompt."""
-        told = len(self.kept.record) + len(self.accepted or b"") + len(self.finished or b"")
+        told = len(self.kept.keep) + len(self.accepted or b"") + len(self.finished or b"")
         if self.prompt_logprobs is not None:
             told += self.prompt_logprobs.ByteSize()
         return _OBJECT_BYTES + told + self.ids.itemsize * len(self.ids) + self._logprobs_size
@@ -182,7 +183,7 @@ class KeptStream:
 
     def end(self, error: Exception | None = None) -> None:
         """Notes that its generation has ended; by itself if it has `finished`."""
-        self.error, self.source = error, None
+        self.error, self.source, self.deadline_at = error, None, None
         self.has_ended = self.is_over = True
         self.ids = array("I", self.ids)  # without room to grow
         self.notify()

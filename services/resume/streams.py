@@ -134,13 +134,17 @@ class KeptStreams:
             self._drop(before)
             if before.owner is not None:
                 await wait_until_done(before.owner)
-        stream = KeptStream(KeptRequest.of(request, self._config.max_seconds), self._config.logprob_bytes)
+        stream = self._stream(request)
         self._enter(stream, own, seconds)
         return stream
 
+    def _stream(self, request: decode_pb2.DecodeRequest) -> KeptStream:
+        kept = KeptRequest.of(request, self._config.max_seconds)
+        return KeptStream(kept, self._config.logprob_bytes, request.emitted)
+
     def take_over(self, left: LeftStream, own: Own) -> None:
         """Goes on with a decode of the worker's last process. Until a router attaches to it nobody reads it."""
-        stream = KeptStream(KeptRequest.of(left.request, self._config.max_seconds), self._config.logprob_bytes)
+        stream = self._stream(left.request)
         stream.slot = left.decode.slot
         stream.attempt, stream.attachment = left.decode.slot.last_reader
         entry = self._enter(stream, own, left.remaining_seconds)
@@ -182,9 +186,9 @@ class KeptStreams:
     def authorized(self, request: decode_pb2.AttachRequest) -> KeptStream:
         """The stream that a router asks for. Raises StreamLost, also if the secret or the owner is another."""
         entry = self._entries.get(request.request_id)
-        kept = entry.stream.kept if entry else None
-        knows = hmac.compare_digest(sha256(request.secret).digest(), kept.secret_sha256 if kept else _NO_DIGEST)
-        owns = hmac.compare_digest(request.owner_sha256, kept.owner_sha256 if kept else _NO_DIGEST)
+        keep = entry.stream.kept.read_keep() if entry else None
+        knows = hmac.compare_digest(sha256(request.secret).digest(), keep.secret_sha256 if keep else _NO_DIGEST)
+        owns = hmac.compare_digest(request.owner_sha256, keep.owner_sha256 if keep else _NO_DIGEST)
         if entry is None or not (knows and owns):
             raise StreamLost("no such answer is kept here")
         return entry.stream
@@ -229,7 +233,7 @@ class KeptStreams:
                 stream = entry.stream
                 stream.drain()
                 yield decode_pb2.FoundStream(
-                    request_id=request_id, hop=stream.hop, tokens=len(stream.ids), has_yielded=stream.has_yielded
+                    request_id=request_id, hop=stream.kept.hop, tokens=len(stream.ids), has_yielded=stream.has_yielded
                 )
 
     # Its owners.
@@ -349,9 +353,9 @@ def attached(stream: KeptStream, request: decode_pb2.AttachRequest) -> decode_pb
         text = f"the client has {request.from_tokens} tokens; {len(stream.ids)} have been generated"
         raise PositionInvalid([FieldViolation("from_tokens", text)])
     message = decode_pb2.DecodeAttached(
-        record=kept.record,
+        record=kept.read_keep().record,
         attachment=stream.attachment,
-        hop=stream.hop,
+        hop=kept.hop,
         token_ids=stream.ids.tolist(),
         read_tokens=stream.read_tokens,
         is_over=stream.is_over,

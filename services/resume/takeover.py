@@ -86,9 +86,6 @@ def _record(stream: KeptStream, prompt: prompt_pb2.Prompt) -> bytes:
     prompt.ClearField("token_ids")
     request = decode_pb2.DecodeRequest(request_id=kept.request_id, prompt=prompt)
     request.sampling.MergeFromString(kept.sampling)
-    keep = request.keep
-    keep.record, keep.hop = kept.record, kept.hop
-    keep.secret_sha256, keep.owner_sha256 = kept.secret_sha256, kept.owner_sha256
-    keep.grace.FromNanoseconds(int(kept.grace_seconds * 1e9))
+    request.keep.MergeFromString(kept.keep)
     deadline_at = math.inf if stream.deadline_at is None else stream.deadline_at
     return _PREFIX.pack(deadline_at, prompt_tokens) + request.SerializeToString()

@@ -7,6 +7,7 @@ from multiprocessing.connection import Connection
 
 import pytest
 from support.cluster.in_process import simulated
+from support.eventually import eventually
 
 from baton.calls import stream, unary
 from baton.engine.v1 import decode_pb2, decode_pb2_grpc, prefill_pb2, prefill_pb2_grpc, prompt_pb2
@@ -14,6 +15,10 @@ from baton.errors import InvalidRequest
 from benchmarks.processes import child, received, run_process
 from discovery.memory import MemoryRegistry
 from rpc.channels import open_channel
+from services.engines.prompt import Prompt, Sampling
+from services.engines.simulated.config import SimulatedConfig
+from services.engines.simulated.engine import SimulatedEngine
+from services.engines.simulated.scheduler import PIECE_BLOCKS
 from services.server import host_worker
 
 IDS, CONTEXT = 600_000, 700_000
@@ -76,3 +81,26 @@ async def test_the_loop_is_held_for_about_the_time_that_a_copy_of_the_ids_takes(
         holds["decode"] = await longest(pipe)
     # Hashing them takes twenty copies' time, and looking at each of them five.
     assert max(holds.values()) < 3 * min(seconds_of_one_copy() for _ in range(3)), holds
+
+
+async def test_the_cached_blocks_that_a_very_long_prompt_needs_are_emptied_in_pieces() -> None:
+    tokens, size = 160_000, 16
+    config = SimulatedConfig(name="demo", num_blocks=tokens // size + 10, max_context_tokens=tokens + size)
+    async with SimulatedEngine(config) as engine:
+        [rank] = engine._ranks.all
+        most, before = 0, 0
+
+        async def watch() -> None:
+            nonlocal most, before
+            while True:
+                empty = len(rank.blocks._free)
+                most, before = max(most, empty - before), empty
+                await asyncio.sleep(0)
+
+        for first in range(2):
+            ids = (first, *(place % 200 for place in range(tokens - 10)))
+            before, watching = len(rank.blocks._free), asyncio.create_task(watch())
+            await (await engine.prefill(Prompt(ids), Sampling(max_tokens=1))).release()
+            await eventually(lambda: engine.load().blocks_used == 0)
+            watching.cancel()
+        assert 0 < most <= PIECE_BLOCKS

@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 
 import pytest
-from support.clients.examples import LIBRARIES, PROGRAMS, Program
+from support.clients.examples import LIBRARIES, PROGRAMS, TEST_SECONDS, Program
 from support.cluster.demo import demo_worker
 from support.cluster.in_process import PATIENT, Bench, bench, simulated
 from support.eventually import eventually
@@ -17,8 +17,7 @@ from baton.inference.v1 import generate_pb2
 from router.config import AdmissionConfig
 from router.server import host_router
 
-# The first test of a language builds its program, on two cores that others use too.
-pytestmark = pytest.mark.timeout(1000)
+pytestmark = pytest.mark.timeout(TEST_SECONDS)
 
 SELECTED = [each for each in os.environ.get("BATON_CLIENTS", "").split() or PROGRAMS if each != LIBRARIES]
 CANCELLED, INVALID_ARGUMENT, DEADLINE_EXCEEDED = 1, 3, 4
@@ -66,7 +65,8 @@ async def test_ending_the_call_stops_the_request_on_the_workers(program: Program
 async def test_a_cancel_by_id_prints_what_the_worker_confirmed(program: Program) -> None:
     async with slow() as running:
         done = await program.run(running.address, "stop", "x")
-        assert "stopped STAGE_DECODE on d: 1 blocks freed" in done.out.splitlines()
+        # Of 16 tokens each: a busy machine asks later.
+        assert re.search(r"^stopped STAGE_DECODE on d: [1-9]\d* blocks freed$", done.out, re.MULTILINE), done.out
         assert (done.code, done.status) == (1, CANCELLED)
         assert "reason CANCELLED" in done.err.splitlines()
         assert running.used_blocks() == 0

@@ -3,11 +3,11 @@
 import asyncio
 from pathlib import Path
 
-from hyperframe.frame import DataFrame, PingFrame, SettingsFrame
+from hyperframe.frame import DataFrame, Frame, PingFrame, SettingsFrame
 from support.certificates import Authority
 from support.clients.scraping import since
 from support.eventually import eventually
-from support.http2.peer import PREFACE, message, opened, peer_of, silent_peer
+from support.http2.peer import PREFACE, Peer, message, opened, peer_of, silent_peer
 from support.http2.server import echoing
 
 from baton_http2.limits import Http2Limits, Rate
@@ -160,6 +160,32 @@ async def test_a_stream_that_is_read_goes_on_beside_others_that_are_not() -> Non
         await peer.call(101, "count", b"500", end=False)
         await peer.send(opened(101, 2**20), DataFrame(101, flags=["END_STREAM"]))
         assert len((await peer.ended(101)).messages) == 500
+
+
+async def repeated(peer: Peer, frame: Frame) -> None:
+    while True:
+        await peer.send(frame)
+        await asyncio.sleep(0.1)
+
+
+async def test_a_stream_that_is_opened_ever_more_and_takes_nothing_is_reset() -> None:
+    async with echoing(Http2Limits(slow_reader_seconds=1.0)) as server, peer_of(server.port) as peer:
+        await peer.send(SettingsFrame(settings={4: 2**20}))
+        await peer.call(1, "large", b"100000")  # more than its connection's window, which stays closed
+        opening = asyncio.create_task(repeated(peer, opened(1, 1)))
+        assert (await peer.ended(1)).reset == ENHANCE_YOUR_CALM
+        opening.cancel()
+
+
+async def test_a_connection_that_is_written_to_and_takes_nothing_is_closed() -> None:
+    counted = since(EXCEEDED, budget="slow_reader")
+    async with echoing(Http2Limits(slow_reader_seconds=1.0)) as server, peer_of(server.port) as peer:
+        await peer.send(opened(0, 2**30), SettingsFrame(settings={4: 2**30}))
+        await peer.call(1, "endless", bytes(60_000))
+        # Each is acknowledged.
+        asking = asyncio.create_task(repeated(peer, SettingsFrame(settings={4: 2**30})))
+        await eventually(lambda: counted.grown == 1)
+        asking.cancel()
 
 
 async def test_a_connection_that_is_not_read_is_closed() -> None:

@@ -48,13 +48,31 @@ class Blocks:
         """Takes references to `cached` and to `count` new blocks. Returns None, and takes none, if there
         are too few.
         """
-        evictable = len(self._evictable) - sum(block_id in self._evictable for block_id in cached)
-        if count > len(self._free) + evictable:
-            return None
+        if count > len(self._free):
+            evictable = len(self._evictable) - sum(block_id in self._evictable for block_id in cached)
+            if count > len(self._free) + evictable:
+                return None
         for block_id in cached:
             self._references[block_id] += 1
             self._evictable.pop(block_id, None)
-        return [*cached, *(self._take_one() for _ in range(count))]
+        self.empty(count)
+        return [*cached, *self._take_free(count)]
+
+    def lacking(self, cached: Sequence[int], count: int) -> int:
+        """The number of cached blocks to empty before `take` finds `count` free ones; 0 if there are too few."""
+        lacking = max(0, count - len(self._free))
+        return lacking if lacking <= len(self._evictable) - len(cached) else 0
+
+    def keep(self, cached: Iterable[int]) -> None:
+        """Has these blocks emptied after all others."""
+        for block_id in cached:
+            if block_id in self._evictable:
+                self._evictable.move_to_end(block_id)
+
+    def empty(self, count: int) -> None:
+        """Empties cached blocks until `count` are free, or none is cached."""
+        for _ in range(min(count - len(self._free), len(self._evictable))):
+            self._free.append(self._evict())
 
     def register(self, block_id: int, block_hash: bytes) -> None:
         """Adds a full block to the index; of two blocks with the same hash the first one stays."""
@@ -80,10 +98,13 @@ class Blocks:
         while self._evictable:
             self._free.append(self._evict())
 
-    def _take_one(self) -> int:
-        block_id = self._free.pop() if self._free else self._evict()
-        self._references[block_id] = 1
-        return block_id
+    def _take_free(self, count: int) -> list[int]:
+        """All at once: 56,000 one by one take 10 ms."""
+        start = len(self._free) - count
+        taken = self._free[start:][::-1]
+        del self._free[start:]
+        self._references.update(dict.fromkeys(taken, 1))
+        return taken
 
     def _evict(self) -> int:
         block_id, _ = self._evictable.popitem(last=False)

@@ -31,7 +31,7 @@ from services.engines.simulated.encoder import check_embeddings
 from services.engines.simulated.facts import kv_layout, model_facts
 from services.engines.simulated.kv import Claim, SimulatedKv, SimulatedLoan, SimulatedReservation
 from services.engines.simulated.ranks import RankParts, SimulatedRanks
-from services.engines.simulated.scheduler import SimulatedScheduler
+from services.engines.simulated.scheduler import PIECE_BLOCKS, SimulatedScheduler
 from services.engines.simulated.sequence import Sequence, chain
 from services.engines.simulated.tokens import TokenStream, vocabulary_of
 
@@ -139,6 +139,7 @@ class SimulatedEngine(Engine):
         sequence.held, sequence.progress = True, progress
         await self._prepare(sequence)
         try:
+            await self._make_room(sequence)
             self._of(sequence).enqueue(sequence)
             await sequence.changed.wait()
             if sequence.error:
@@ -156,6 +157,7 @@ class SimulatedEngine(Engine):
         rank = self._ranks.of_prompt(prompt)
         scheduler = rank.scheduler
         try:
+            await scheduler.make_room(hashes, claim.count)
             scheduler.enqueue(claim)
             if not claim.changed.is_set():
                 await self._await(claim, scheduler)
@@ -209,13 +211,29 @@ class SimulatedEngine(Engine):
         """Lets a sequence join the batch, once its KV is found to be right."""
         await self._prepare(sequence)
         rank = self._ranks.all[sequence.rank]
-        await of_many(sequence.computed, partial(rank.contents.verify, sequence))
-        rank.contents.register(sequence.blocks, sequence.hashes[: sequence.computed // self._config.block_tokens])
+        if sequence.computed:
+            await of_many(sequence.computed, partial(rank.contents.verify, sequence))
+            await self._register(sequence)
+        else:
+            await self._make_room(sequence)
         if sequence.generated < sequence.sampling.max_tokens:
             rank.scheduler.enqueue(sequence)
             return
         sequence.finish = FinishReason.LENGTH
         sequence.changed.set()
+
+    async def _make_room(self, sequence: Sequence) -> None:
+        await self._of(sequence).make_room(sequence.hashes, -(-len(sequence.ids) // self._config.block_tokens))
+
+    async def _register(self, sequence: Sequence) -> None:
+        """Adds the pulled blocks to the prefix cache, very many in pieces."""
+        register = self._ranks.all[sequence.rank].contents.register
+        full = sequence.computed // self._config.block_tokens
+        for start in range(0, full, PIECE_BLOCKS):
+            if start:
+                await asyncio.sleep(0)
+            end = min(full, start + PIECE_BLOCKS)
+            register(sequence.blocks[start:end], sequence.hashes[start:end])
 
     async def _prepare(self, sequence: Sequence) -> None:
         """Prepares a sequence of ids of the vocabulary."""

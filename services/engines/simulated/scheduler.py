@@ -29,7 +29,7 @@ from services.engines.simulated.sequence import Sequence
 from services.engines.simulated.timing import step_timing
 from services.engines.simulated.tokens import Vocabulary, finish_reason, logprob
 
-_PIECE_BLOCKS = 2048  # freed in about 2 ms
+PIECE_BLOCKS = 2048  # freed, or emptied, in about 2 ms
 
 
 class SimulatedScheduler:
@@ -128,13 +128,24 @@ class SimulatedScheduler:
         """Frees blocks that were held for another worker; returns how many."""
         return self._release(block_ids, self._kept.remove)
 
+    async def make_room(self, hashes: Items[bytes], count: int) -> None:
+        """Empties cached blocks for a request of very many, in pieces; the request takes all of its blocks at once."""
+        if count <= PIECE_BLOCKS:
+            return
+        cached = self._blocks.match(hashes)
+        if self._blocks.lacking(cached, count - len(cached)) > PIECE_BLOCKS:
+            self._blocks.keep(cached)
+        while (lacking := self._blocks.lacking(cached, count - len(cached))) > PIECE_BLOCKS:
+            self._blocks.empty(count - len(cached) - lacking + PIECE_BLOCKS)
+            await asyncio.sleep(0)
+
     def release(self, block_ids: Items[int]) -> int:
         """Frees blocks and offers them to waiting requests; returns how many."""
         return self._release(block_ids)
 
     def _release(self, block_ids: Items[int], *before: Callable[[Items[int]], None]) -> int:
         """Frees very many in pieces, the end of the chain first, so that the event loop is not held."""
-        piece, rest = block_ids[-_PIECE_BLOCKS:], block_ids[:-_PIECE_BLOCKS]
+        piece, rest = block_ids[-PIECE_BLOCKS:], block_ids[:-PIECE_BLOCKS]
         for step in (*before, self._blocks.release):
             step(piece)
         self._wake.set()

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from baton.errors import ConfigError
+from engine_protocol.prefix_hash import token_bytes
 from services.engines.answer import FinishReason, TokenLogprob
 from services.engines.base import ModelFiles
 from services.engines.prompt import Sampling
@@ -129,7 +130,7 @@ class TokenStream:
 
     def extend(self, token_ids: Sequence[int]) -> None:
         """Appends ids to the context."""
-        self._hash.update(array("I", token_ids).tobytes())
+        self._hash.update(token_bytes(token_ids) if len(token_ids) > 1 else array("I", token_ids).tobytes())
 
     def generate(self) -> int:
         """Chooses the next id, and appends it."""

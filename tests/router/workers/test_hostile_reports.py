@@ -1,8 +1,9 @@
 """Whatever a worker reports, or a registry record says: the router serves, and the other workers' streams go on."""
 
 import asyncio
-from collections.abc import AsyncIterator, Iterable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
+from itertools import count
 from typing import Any
 
 import pytest
@@ -31,6 +32,7 @@ from rpc.health import Health
 from rpc.server import Service, serve
 
 PREDICTING = FAST_ROUTER.model_copy(update={"routing": RoutingConfig(policy="predicted_seconds")})
+HASHES = [number.to_bytes(16, "little") for number in range(12_000)]
 REQUEST = {"prompt": "hello" * 20, "stopping": {"max_tokens": 3}}
 Event = worker_pb2.SubscribeKvEventsResponse
 
@@ -42,8 +44,13 @@ EVENTS: dict[str, dict[str, Any]] = {
     "a long hash": {"stored": {"block_hashes": [b"1" * 100_000]}},
     "another rank": {"data_parallel_rank": 1, "stored": {"block_hashes": [b"12345678"]}},
     "a large rank": {"data_parallel_rank": 2**32 - 1, "snapshot": {}},
+    "a missing message": {"sequence": 7, "stored": {"block_hashes": [b"12345678"]}},
+    "the last rank of all": {"data_parallel_rank": 2**31, "stored": {"block_hashes": [b"12345678"]}},
     "too many hashes": {"snapshot": {"block_hashes": [n.to_bytes(16, "little") for n in range(20_000)]}},
-    "more blocks than it has": {"snapshot": {"block_hashes": [n.to_bytes(16, "little") for n in range(9_000)]}},
+    "a million hashes": {"stored": {"block_hashes": [n.to_bytes(16, "little") for n in range(1_000_000)]}},
+    "too many hashes together": {"changed": {"stored": HASHES[:3000], "removed": HASHES[:3000]}},
+    "too many moves": {"changed": {"moved": [{"block_hashes": [b"12345678"], "tier": 2}] * 9}},
+    "an unknown rank of a heartbeat": {"data_parallel_rank": 3, "changed": {}},
 }
 
 
@@ -55,7 +62,7 @@ async def serves(running: Bench) -> None:
 @pytest.mark.parametrize("name", EVENTS)
 async def test_kv_events_that_a_worker_may_not_send_end_its_subscription_only(name: str) -> None:
     def changed(reply: Event) -> Iterator[Reply]:
-        yield Event(epoch=reply.epoch, sequence=reply.sequence, **EVENTS[name])
+        yield Event(**{"epoch": reply.epoch, "sequence": reply.sequence, **EVENTS[name]})
 
     faults = since("baton_router_worker_faults_total", stage="kv_events")
     async with bench(PREFILL, DECODE, router=PREDICTING) as running:
@@ -75,11 +82,58 @@ async def test_kv_events_that_a_worker_may_not_send_end_its_subscription_only(na
         await serves(running)
 
 
-async def test_what_a_worker_has_told_without_a_snapshot_is_forgotten_with_its_subscription() -> None:
-    many = [number.to_bytes(16, "little") for number in range(9_000)]
+def _repeated(reply: Event) -> Iterator[Reply]:
+    while True:
+        yield reply
+
+
+def _grown_and_gone(reply: Event) -> Iterator[Reply]:
+    for turn in count():
+        kind = "removed" if turn % 2 else "stored"
+        yield Event(epoch=reply.epoch, sequence=reply.sequence + turn, **{kind: {"block_hashes": HASHES[:1000]}})
+
+
+def _of_no_known_tier(reply: Event) -> Iterator[Reply]:
+    for turn in count():
+        stored = {"block_hashes": HASHES[:100], "tier": 77}
+        yield Event(epoch=reply.epoch, sequence=reply.sequence + turn, stored=stored)
+
+
+@pytest.mark.parametrize("endless", [_repeated, _grown_and_gone, _of_no_known_tier])
+async def test_kv_events_without_a_pause_harm_nobody_else(endless: Callable[[Event], Iterator[Reply]]) -> None:
+    async with bench(PREFILL, DECODE, router=PREDICTING) as running:
+        async with tampered(running, simulated("broken", "prefill", "decode"), multiplexed=True) as broken:
+            broken.changes["SubscribeKvEvents"] = endless
+            await eventually(lambda: running.cluster.workers[-1].load.blocks_total > 0)
+            for _ in range(5):
+                await serves(running)
+            views = {one.worker_id: one.cache_view for one in await running.list_workers()}
+            assert views["p1"] == generate_pb2.CACHE_VIEW_REPORTED
+        await serves(running)
+
+
+async def test_more_blocks_than_a_worker_has_end_its_subscription() -> None:
+    faults = since("baton_router_worker_faults_total", stage="kv_events")
 
     def changed(reply: Event) -> Iterator[Reply]:
-        yield Event(epoch=reply.epoch, sequence=reply.sequence, stored={"block_hashes": many})
+        for turn in range(3):
+            part = {"block_hashes": HASHES[4000 * turn : 4000 * (turn + 1)]}
+            yield Event(epoch=reply.epoch, sequence=turn, **{"stored" if turn else "snapshot": part})
+
+    small = simulated("broken", "prefill", "decode", num_blocks=128)
+    async with bench(PREFILL, DECODE, router=PREDICTING) as running:
+        async with tampered(running, small, multiplexed=True) as broken:
+            await eventually(lambda: running.cluster.workers[-1].load.blocks_total > 0)
+            broken.changes["SubscribeKvEvents"] = changed
+            await eventually(lambda: faults.grown > 0)
+        await serves(running)
+
+
+async def test_what_a_worker_has_told_without_a_snapshot_is_forgotten_with_its_subscription() -> None:
+    def changed(reply: Event) -> Iterator[Reply]:
+        for turn in range(3):
+            many = HASHES[4000 * turn : 4000 * (turn + 1)]
+            yield Event(epoch=reply.epoch, sequence=turn, stored={"block_hashes": many})
 
     faults = since("baton_router_worker_faults_total", stage="kv_events")
     small = simulated("broken", "prefill", num_blocks=128)

@@ -85,7 +85,7 @@ async def test_an_item_may_go_while_another_one_does() -> None:
     graces.begin("a", 0.0)
     await eventually(lambda: "a again" in ended)
     for tick in tuple(graces._ticks):
-        for name in tuple(graces._ticks[tick][1]):
+        for name in tuple(graces._ticks[tick][2]):
             graces.cancel(name, tick)
     assert not graces._ticks
 

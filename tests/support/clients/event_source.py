@@ -30,8 +30,9 @@ class EventSource:
     connections: int = 0
     http: httpx2.AsyncClient | None = None  # by default one of its own
     is_alive: Callable[[str], Awaitable[bool]] | None = None  # asked while the stream is silent, if given
-    longest_gap: float = 0.0
+    resumed: list[tuple[float, float]] = field(default_factory=list)  # the last event before, the first one after
     heard_at: float | None = None
+    heard_by: int = 0  # the connection of the last event
     usual_gap: float = 0.0
 
     async def read(self, address: str, until: int = 10**9) -> "EventSource":
@@ -82,9 +83,10 @@ class EventSource:
         elif data is not None:
             now = time.monotonic()
             gap = now - (self.heard_at or now)
-            self.longest_gap = max(self.longest_gap, gap)
+            if self.heard_at is not None and self.connections > self.heard_by:
+                self.resumed.append((self.heard_at, now))
             self.usual_gap = max(min(gap, 1.0 / _GAPS), 0.9 * self.usual_gap)
-            self.heard_at = now
+            self.heard_at, self.heard_by = now, self.connections
             self.events.append(json.loads(data))
 
     @property

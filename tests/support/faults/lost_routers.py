@@ -3,6 +3,7 @@
 import asyncio
 import random
 import time
+from bisect import bisect
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
@@ -27,7 +28,7 @@ Answer = tuple[object, ...]
 
 @dataclass(slots=True)
 class Report:
-    """What became of the streams. Pauses are the longest gap of each stream that was resumed, in seconds."""
+    """What became of the streams. Pauses are those of the streams that were resumed, in seconds: see Losses."""
 
     streams: int = 0
     losses: int = 0
@@ -64,6 +65,25 @@ class Report:
             f"{len(self.different)} different; {self.resumed} resumed{again}; "
             f"pause p50 {self.pause(0.5) * 1e3:.0f} ms, p99 {self.pause(0.99) * 1e3:.0f} ms"
         )
+
+
+class Losses:
+    """When routers were lost."""
+
+    def __init__(self) -> None:
+        self._at: list[float] = []
+
+    def note(self) -> None:
+        """A router is lost now."""
+        self._at.append(time.monotonic())
+
+    def pause(self, last: float, again: float) -> float:
+        """The seconds from the loss to the next token, for a stream that got the last one before it `last`.
+
+        It counts from that token if it came after the loss, or if nothing was lost.
+        """
+        before = bisect(self._at, again)
+        return again - (max(last, self._at[before - 1]) if before else last)
 
 
 def request_kinds(prompt: str, max_tokens: int) -> dict[str, generate_pb2.GenerateRequest]:
@@ -103,6 +123,7 @@ class Streams:
         self._opened: AsyncExitStack
         self._clients: list[AsyncClient] = []
         self.report = report
+        self.losses = Losses()
         self._is_over = False
 
     async def learn(self) -> None:
@@ -141,14 +162,17 @@ class Streams:
 
     async def _one(self, client: AsyncClient, name: str) -> None:
         request, report = self._requests[name], self.report
-        received, longest, last, again = Received(request), 0.0, time.monotonic(), 0
+        received, pauses, last, resumed, again = Received(request), [0.0], time.monotonic(), 0, 0
         generation = client.generate(request, timeout_seconds=_LONGEST_SECONDS)
         report.streams += 1
         try:
             async with generation as events:
                 async for event in events:
                     now = time.monotonic()
-                    longest, last = max(longest, now - last if received.tokens else 0.0), now
+                    if generation.resumptions > resumed:
+                        resumed = generation.resumptions
+                        pauses.append(self.losses.pause(last, now))
+                    last = now
                     report.recomputed_late += received.tokens > 0 and generation.recomputations > again
                     again = generation.recomputations
                     received.add(event)
@@ -166,7 +190,7 @@ class Streams:
         if generation.resumptions:
             report.resumed += 1
             report.recomputed = (report.recomputed or 0) + generation.recomputations
-            report.pauses.append(longest)
+            report.pauses.append(max(pauses))
 
 
 async def _whole(client: AsyncClient, request: generate_pb2.GenerateRequest) -> Answer:
@@ -200,6 +224,7 @@ class EventSources:
         self._http: httpx2.AsyncClient
         self._asked: dict[str, asyncio.Future[bool]] = {}
         self.report = Report(recomputed=None)
+        self.losses = Losses()
         self._is_over = False
 
     async def learn(self) -> None:
@@ -257,4 +282,4 @@ class EventSources:
         report.tokens += sum(len(one["text"]) for one in source.choices.values())
         if source.connections > 1:
             report.resumed += 1
-            report.pauses.append(source.longest_gap)
+            report.pauses.append(max((self.losses.pause(*gap) for gap in source.resumed), default=0.0))

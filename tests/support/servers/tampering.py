@@ -2,7 +2,7 @@
 
 import asyncio
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -65,7 +65,7 @@ class Tampered:
     calls: Counter[str] = field(default_factory=Counter)
     worker: Worker | None = None
 
-    def replies(self, path: str, wire: bytes) -> Sequence[Reply]:
+    def replies(self, path: str, wire: bytes) -> Iterable[Reply]:
         """What comes instead of a reply."""
         method = _METHODS[path]
         message = method.output_type._concrete_class()
@@ -73,7 +73,7 @@ class Tampered:
         if self.change_all is not None:
             self.change_all(message)
         change = self.changes.get(method.name)
-        return [message] if change is None else [*change(message)]
+        return [message] if change is None else change(message)
 
 
 _METHODS = {f"/{service.full_name}/{method.name}": method for service in _SERVICES for method in service.methods}
@@ -220,7 +220,7 @@ def _changed(
             yield from _answers(answer.call, proxy.replies(paths[answer.call], answer.message), silent)
 
 
-def _answers(call: int, replies: Sequence[Reply], silent: set[int]) -> Iterable[multiplex_pb2.MultiplexResponse]:
+def _answers(call: int, replies: Iterable[Reply], silent: set[int]) -> Iterable[multiplex_pb2.MultiplexResponse]:
     for reply in replies:
         match reply:
             case Silence():

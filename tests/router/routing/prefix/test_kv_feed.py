@@ -3,7 +3,7 @@
 import asyncio
 import random
 from collections.abc import AsyncGenerator
-from contextlib import aclosing
+from contextlib import aclosing, suppress
 
 import pytest
 from support.clock import ManualClock
@@ -11,7 +11,7 @@ from support.clock import ManualClock
 from baton.engine.v1 import worker_pb2
 from baton.errors import InvalidReply
 from baton.inference.v1.cluster_service_pb2 import MemoryTiers, WorkerLoad
-from router.placement.kv_events import KvFeed
+from router.placement.kv_events import EventPace, KvFeed
 from router.routing.prefix.kv_index import block_keys
 from router.routing.prefix.prefix_caches import Below, Cache, PrefixCaches
 from services.control import kv_event
@@ -47,10 +47,10 @@ async def messages(
 async def follow(publisher: KvPublisher, caches: PrefixCaches, source: random.Random, faults: list[float]) -> None:
     while True:
         feed = KvFeed(CACHE.process, 1, caches)
-        async with aclosing(messages(publisher, source, faults[0])) as stream:
-            async for message in stream:
-                if not feed.apply(message):
-                    break
+        with suppress(InvalidReply):
+            async with aclosing(messages(publisher, source, faults[0])) as stream:
+                async for message in stream:
+                    feed.apply(message)
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -85,6 +85,14 @@ def test_a_message_of_another_epoch_is_refused() -> None:
     feed = KvFeed("worker@2", 2, caches)
     assert not feed.apply(worker_pb2.SubscribeKvEventsResponse(epoch=1))
     assert not caches.reports("worker@2")
+
+
+def test_one_worker_s_messages_take_a_part_of_the_event_loop_only() -> None:
+    pace, now = EventPace(), 1000.0
+    for _ in range(10_000):
+        now += pace.seconds_after(20, now)
+    assert 8 < now - 1000.0 < 10
+    assert EventPace().seconds_after(18_000, now) == 0
 
 
 def prompt(seed: int, blocks: int) -> list[bytes]:
