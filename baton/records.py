@@ -116,7 +116,10 @@ def read_bundle(text: str, name: str) -> list[record_pb2.RequestRecord]:
         # Fields that a newer router has added are left out.
         parse = partial(json_format.ParseDict, ignore_unknown_fields=True)
         records = [parse(dict(one), record_pb2.RequestRecord()) for one in bundle["records"]]
-    except (json_format.ParseError, ValueError, KeyError, TypeError, RecursionError) as error:
+    except (KeyError, TypeError):
+        text = "is no bundle of `baton record`: expected an object with `version` and `records`, a list of objects"
+        raise InvalidRequest.of(name, text) from None
+    except (json_format.ParseError, ValueError, RecursionError) as error:
         raise InvalidRequest.of(name, f"is no bundle of `baton record`: {error!s:.200}") from None
     if not records:
         raise InvalidRequest.of(name, "has no records")

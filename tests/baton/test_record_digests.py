@@ -93,8 +93,8 @@ def test_a_bundle_is_read_as_it_was_written() -> None:
     ("text", "problem"),
     [
         ("", "is no bundle"),
-        ("[]", "is no bundle"),
-        ("{}", "is no bundle"),
+        ("[]", "expected an object with"),
+        ("{}", "expected an object with"),
         ('{"version": 2, "records": []}', "has version 2"),
         ('{"version": 1, "records": []}', "has no records"),
         ('{"version": 1, "records": 7}', "is no bundle"),

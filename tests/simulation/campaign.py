@@ -38,7 +38,7 @@ def main() -> None:
     parser.add_argument("--first", type=int, required=True, help="the first seed")
     parser.add_argument("--jobs", type=int, default=os.cpu_count())
     parser.add_argument("--seconds", type=float, required=True, help="of wall time; then no new seed begins")
-    parser.add_argument("--requests", type=int, default=50, help="of each seed")
+    parser.add_argument("--requests", type=int, default=100, help="of each seed")
     parser.add_argument("--stop-file", type=Path, help="no new seed begins while it exists")
     parser.add_argument("--plans", type=Path, help="a folder for the plans that break an invariant")
     options = parser.parse_args()
@@ -93,7 +93,8 @@ def _run_seed(seed: int, options: argparse.Namespace) -> Counter[str]:
     outcome = _run(plan, keeps_log=is_repeated)
     found = Counter({
         "seeds": 1, "requests": outcome.requests, "cpu_ms": int(outcome.cpu_seconds * 1e3),
-        "virtual": int(outcome.virtual_seconds), plan.profile: outcome.requests, "broken": bool(outcome.problems),
+        "virtual": int(outcome.virtual_seconds), plan.profile: outcome.requests,
+        f"{plan.profile} cpu_ms": int(outcome.cpu_seconds * 1e3), "broken": bool(outcome.problems),
     })  # fmt: skip
     if is_repeated:
         other = _run(plan, keeps_log=True)
@@ -130,7 +131,10 @@ def _tell(outcome: Outcome, options: argparse.Namespace) -> None:
 def _summary(total: Counter[str], options: argparse.Namespace, seconds: float) -> str:
     cpu = max(total["cpu_ms"] / 1e3, 1e-9)
     requests = total["requests"] + total["repeated_requests"]
-    profiles = ", ".join(f"{total[profile]} of {profile}" for profile in PROFILES[1:])
+    profiles = ", ".join(
+        f"{total[profile]} of {profile} at {total[profile] / max(total[f'{profile} cpu_ms'] / 1e3, 1e-9):.0f} a second"
+        for profile in PROFILES[1:]
+    )
     return (
         f"SUM from {options.first}: {total['seeds']} seeds, {total['broken']} with problems, "
         f"{total['requests']} requests ({profiles}), "

@@ -100,7 +100,8 @@ class Chaos:
         happened = Happened(fault, Time.now)
         self.happened.append(happened)
         self._world.log("FAULT", fault.kind, fault.target, *fault.others, fault.seconds)
-        await self._do(fault)
+        if fault.target not in self._world.absent:
+            await self._do(fault)
         happened.ended = Time.now
 
     async def _do(self, fault: Fault) -> None:
@@ -108,7 +109,9 @@ class Chaos:
         node = world.nodes[fault.target]
         match fault.kind:
             case "kill" | "vanish":
-                world.kill(fault.target, silently=fault.kind == "vanish")
+                # Of a router with other processes only one is lost: their host is there.
+                is_gone = fault.kind == "vanish" and not self._has_siblings(fault.target)
+                world.kill(fault.target, silently=is_gone)
                 await asyncio.sleep(fault.seconds)
                 if world.nodes[fault.target] is node:
                     world.start(fault.target)
@@ -119,6 +122,9 @@ class Chaos:
                     node.resume()
             case "drain":
                 await self._drain(fault)
+            case "leave" if self._may_leave(fault.target):
+                world.absent.add(fault.target)
+                await self._drain(fault)
             case "reset" | "half" | "slow":
                 await self._harm_one(fault)
             case "reset_all":
@@ -128,6 +134,8 @@ class Chaos:
                 await self._cut((fault.target,), fault.others, fault.seconds)
             case "lost_lease":
                 await self._cut((fault.target,), (NAME,), fault.seconds)
+            case "expire":
+                world.registry.expire(fault.target)
             case "outage":
                 world.registry.is_away = True
                 await asyncio.sleep(fault.seconds)
@@ -151,7 +159,18 @@ class Chaos:
         for each in world.invariants:
             each.drained(node)
         world.kill(fault.target, silently=False)
-        world.start(fault.target)
+        if fault.kind == "drain":
+            world.start(fault.target)
+
+    def _has_siblings(self, name: str) -> bool:
+        return name.startswith("router") and len(self._world.plan.fleet.siblings(name)) > 1
+
+    def _may_leave(self, name: str) -> bool:
+        """True of a worker for whose roles there are others: a fleet shrinks, and does not end."""
+        role = name.partition("-")[0]
+        others = [one.partition("-")[0] for one in self._world.workers if one != name]
+        needed = ("prefill", "decode") if role == "mixed" else (role,)
+        return role != "router" and all(one in others or ("mixed" in others and one != "encode") for one in needed)
 
     async def _harm_one(self, fault: Fault) -> None:
         network = self._world.network

@@ -21,6 +21,7 @@ from simulation.reference import picture_of, prompt_of, text_of
 _PAUSE_SECONDS = 0.3
 _CANCEL_SECONDS = 10.0
 _PATIENCE_SECONDS = 2.0
+_DECODED = 2  # tokens, of which a decode worker has made one at least, and keeps the answer
 
 
 @dataclass
@@ -41,6 +42,7 @@ class Result:
     left: bool = False
     cancelled_at: float | None = None
     resumptions: int = 0
+    refusals: list[str] = field(default_factory=list)  # why the answer could not be resumed
     tries: int = 1
     workers: tuple[str, ...] = ()
 
@@ -118,7 +120,7 @@ class Client:
         name = self._world.plan.fleet.router_names[number % self._world.plan.fleet.routers]
         patience = _PATIENCE_SECONDS if result.index % 2 else 0.0
         channel = SimulatedChannel(
-            f"{self._world.ip_of(name)}:7070", self._asked.window, patience, self._asked.read_seconds
+            f"{self._world.address_of(name)}:7070", self._asked.window, patience, self._asked.read_seconds
         )
         stub = inference_service_pb2_grpc.InferenceServiceStub(channel)
         metadata = ((TENANT_KEY, self._asked.tenant),) if self._asked.tenant else None
@@ -132,7 +134,7 @@ class Client:
             case "kserve_stream":
                 self._call = KServeStream(channel, *arguments)
             case _:
-                self._call = HttpCall(self._world.ip_of(name), *arguments)
+                self._call = HttpCall(self._world.address_of(name), *arguments)
         self._dropped = False
         try:
             async for event in self._call:
@@ -144,6 +146,8 @@ class Client:
             result.code, result.message = error.code().name, str(error.details())
             failure = from_rpc_error(error)
             result.reason = failure.reason
+            if method.endswith("ResumeGeneration"):
+                result.refusals.append(f"{result.code} {result.reason}")
             if received.pause_after(failure, None) is not None:
                 result.code = "DROPPED"
                 await asyncio.sleep(_PAUSE_SECONDS)
@@ -157,6 +161,8 @@ class Client:
     def _read(self, event: pb.GenerateResponse, received: Received) -> None:
         result = self.result
         result.sequences.append(event.sequence)
+        if event.resumed.recomputed and len(result.ids) >= _DECODED:
+            result.refusals.append("RECOMPUTED STREAM_LOST")
         if not received.add(event):
             result.sequences.clear()
         result.ids += event.token.token_ids
@@ -212,7 +218,8 @@ class Client:
 
     async def _cancel(self) -> None:
         self.result.cancelled_at = Time.now
-        channel = SimulatedChannel(f"{self._world.ip_of(self._world.plan.fleet.router_names[self._asked.router])}:7070")
+        name = self._world.plan.fleet.router_names[self._asked.router]
+        channel = SimulatedChannel(f"{self._world.address_of(name)}:7070")
         stub = inference_service_pb2_grpc.InferenceServiceStub(channel)
         metadata = ((TENANT_KEY, self._asked.tenant),) if self._asked.tenant else None
         try:

@@ -95,6 +95,7 @@ class Connection(asyncio.Transport):
         self.rate = 0
         self._queue: list[bytes] = []
         self._queued = 0
+        self.arriving = 0  # pieces that have come, and whose turn has not
         self.set_write_buffer_limits()
         self._writer_paused = self._reader_paused = self._is_moving = self._ended = False
         self._last_at = 0.0
@@ -154,6 +155,11 @@ class Connection(asyncio.Transport):
             self.peer.reset_soon()
 
     @property
+    def is_empty(self) -> bool:
+        """True if nothing that was written is still on its way to the peer."""
+        return not (self._queue or self.peer.arriving)
+
+    @property
     def is_late(self) -> bool:
         """True if bytes are on their way since the connection was slow."""
         return self._is_moving and self._last_at > Time.now + _LATE_SECONDS
@@ -197,12 +203,14 @@ class Connection(asyncio.Transport):
         self._queue, self._queued = [rest] if rest else [], len(rest)
         # Its size: the order of a protobuf map, which changes no size, is that of the process's addresses.
         self.network.log("data", self.name, len(piece))
+        peer.arriving += 1
         self.loop.call_soon(peer._receive, piece, context=peer.context)
         if self._writer_paused and self.get_write_buffer_size() <= self._low:
             self._writer_paused = False
             self.loop.call_soon(self.protocol.resume_writing, context=self.context)
 
     def _receive(self, piece: bytes) -> None:
+        self.arriving -= 1
         if not self.closed and not self._ended:
             self.protocol.data_received(piece)
 

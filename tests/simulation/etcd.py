@@ -9,6 +9,7 @@ import itertools
 import random
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from functools import lru_cache
 from typing import Any
 
 import grpc
@@ -72,11 +73,16 @@ class SimulatedEtcd:
         async with EtcdRegistry(config, _NAMESPACE, TTL_SECONDS) as registry:
             yield registry
 
-    def registered(self) -> set[str]:
-        """The ids of the workers that are registered."""
+    def expire(self, name: str) -> None:
+        """Forgets the record of a process that has kept its lease, as a member does that has lost what it knew."""
+        for entry in [one for key, one in self._entries.items() if key.endswith(b"/" + name.encode()) and one.lease]:
+            self._node.context().run(self._expire, entry.lease)
+
+    def registered(self) -> dict[str, int]:
+        """The epochs of the workers that are registered, by their ids."""
         keys = WorkerKeys(_NAMESPACE)
-        found = [one.value for key, one in self._entries.items() if keys.prefix <= key < keys.end]
-        return {WorkerRecord.from_json(value).worker_id for value in found}
+        records = [_read(one.value) for key, one in self._entries.items() if keys.prefix <= key < keys.end]
+        return {record.worker_id: record.epoch for record in records}
 
     # The server.
 
@@ -208,3 +214,9 @@ class SimulatedEtcd:
         self._events.append(event)
         self._changed.set()
         self._changed = asyncio.Event()
+
+
+@lru_cache(maxsize=256)
+def _read(value: bytes) -> WorkerRecord:
+    """The record in a value: it is asked for again and again."""
+    return WorkerRecord.from_json(value)

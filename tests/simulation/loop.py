@@ -105,6 +105,12 @@ class SimulatedLoop(asyncio.BaseEventLoop):
     def time(self) -> float:
         return Time.now
 
+    def call_soon(self, callback: Any, *args: Any, context: Any = None) -> asyncio.Handle:
+        # asyncio's without its questions: a loop of one thread that is never in debug mode.
+        handle = asyncio.Handle(callback, args, self, context)
+        self._ready.append(handle)
+        return handle
+
     def call_later(self, delay: float, callback: Any, *args: Any, context: Any = None) -> asyncio.TimerHandle:
         # Timers of a real host are late, never early.
         return self.call_at(Time.now + delay + self.random.random() * _LATE, callback, *args, context=context)
@@ -147,7 +153,8 @@ class SimulatedLoop(asyncio.BaseEventLoop):
             node.held = []
         self.resuming.clear()
         self._advance()
-        batch = [self._ready.popleft() for _ in range(len(self._ready))]
+        batch = [*self._ready]
+        self._ready.clear()
         if len(batch) > 1:
             self._shuffle(batch)
         for handle in batch:

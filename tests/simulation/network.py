@@ -50,7 +50,7 @@ class ListeningSocket:
 
     def close(self) -> None:
         self.is_listening = False
-        self._network.sockets.pop((self.host, self.port), None)
+        self._network.forget_socket(self)
         for accepted in self.waiting:
             accepted.close()
         self.waiting.clear()
@@ -98,7 +98,7 @@ class Network:
     def __init__(self, loop: SimulatedLoop, seed: int, log: Log) -> None:
         self.loop, self.log = loop, log
         self.random = random.Random(f"network-{seed}")
-        self.sockets: dict[tuple[str, int], ListeningSocket] = {}
+        self.sockets: dict[tuple[str, int], list[ListeningSocket]] = {}  # of several processes at one address
         self.pairs: dict[int, Pair] = {}
         self.nodes: dict[str, Node] = {}
         self.cut: set[tuple[str, str]] = set()
@@ -121,25 +121,34 @@ class Network:
 
     # Listening and connecting.
 
-    def bind(self, host: str, port: int, **_: object) -> list[ListeningSocket]:
+    def bind(self, host: str, port: int, *, shares_port: bool = False) -> list[ListeningSocket]:
         """In the place of `open_sockets`: the address of the node that asks."""
         node = self.loop.current
         assert node is not None
         self._ports += not port
         port = port or self._ports
-        if (host, port) in self.sockets:
+        if not shares_port and (host, port) in self.sockets:
             raise OSError(errno.EADDRINUSE, "Address already in use")
-        self.sockets[host, port] = found = ListeningSocket(self, host, port, node)
+        found = ListeningSocket(self, host, port, node)
+        self.sockets.setdefault((host, port), []).append(found)
         return [found]
+
+    def forget_socket(self, socket: ListeningSocket) -> None:
+        """It does not listen any more."""
+        address = (socket.host, socket.port)
+        left = [one for one in self.sockets.pop(address, ()) if one is not socket]
+        if left:
+            self.sockets[address] = left
 
     async def connect(self, factory: Callable[[], Any], host: str, port: int, node: Node) -> tuple[Connection, Any]:
         """A connection from `node`. Raises ConnectionRefusedError; hangs while the host cannot be reached."""
         await asyncio.sleep(self.delay() * 2)
         while self._is_out_of_reach(host, node):  # noqa: ASYNC110  # a packet is sent again
             await asyncio.sleep(_SYN_SECONDS)
-        found = self.sockets.get((host, port))
-        if found is None or not found.is_listening or found.node.dead:
+        listening = [one for one in self.sockets.get((host, port), ()) if one.is_listening and not one.node.dead]
+        if not listening:
             raise ConnectionRefusedError(errno.ECONNREFUSED, f"Connect call failed ('{host}', {port})")
+        found = self.random.choice(listening) if len(listening) > 1 else listening[0]
         self._numbers += 1
         self._ports += 1
         pair = self.pairs[self._numbers] = Pair(self, self._numbers, (node, copy_context()), (found.node, Context()))
@@ -174,9 +183,8 @@ class Network:
 
     def kill(self, node: Node, *, silently: bool) -> None:
         """All sockets of a process: its kernel resets them, or its host is gone and says nothing."""
-        for address, found in list(self.sockets.items()):
-            if found.node is node:
-                del self.sockets[address]
+        for found in [one for each in self.sockets.values() for one in each if one.node is node]:
+            self.forget_socket(found)
         if silently:
             self.gone.add(node.ip)
         for pair in self.between(node):

@@ -15,9 +15,9 @@ WORKER_STEPS = ("prefill", "decode", "prefetch", "ended", "pull", "release", "to
 CLIENT_STEPS = ("encode", "prefill", "decode", "prefetch", "release", "token")
 # How long after a step: at once, before its answer is there, or a few messages later.
 MOMENTS = (0.0, 2e-4, 1e-3, 5e-3, 3e-2)
-PROCESS_KINDS = ("kill", "vanish", "pause", "drain")
+PROCESS_KINDS = ("kill", "vanish", "pause", "drain", "leave")
 NETWORK_KINDS = ("reset", "half", "slow", "cut", "partition", "reset_all")
-REGISTRY_KINDS = ("outage", "lost_lease")
+REGISTRY_KINDS = ("outage", "lost_lease", "expire")
 # Seconds of a fault: also just beyond the product's own times, until a worker is taken for hung, and until its record
 # expires. A shorter one would lose no lease.
 LENGTHS = (0.05, 0.5, 1.7, 3.3, 6.0, 15.0)
@@ -69,6 +69,7 @@ class Fleet:
     max_batch: int = 256
     max_waiting: int = 1024  # requests that wait for a place
     registry: str = "memory"  # or etcd
+    processes: int = 1  # of each router: so many of `routers` listen at the same address
 
     @property
     def workers(self) -> tuple[str, ...]:
@@ -80,6 +81,11 @@ class Fleet:
     def router_names(self) -> tuple[str, ...]:
         """The names of its routers."""
         return tuple(f"router-{number}" for number in range(self.routers))
+
+    def siblings(self, name: str) -> tuple[str, ...]:
+        """The processes of a router, this one included."""
+        first = int(name.rpartition("-")[2]) // self.processes * self.processes
+        return self.router_names[first : first + self.processes]
 
 
 @dataclass(frozen=True)
@@ -208,7 +214,7 @@ def _fleet(draw: random.Random, profile: str) -> Fleet:
         prefill_rate=draw.choice((2000, 10000)),
         ranks=draw.choice((1, 1, 1, 2)),
         early_tokens=draw.choice((0, 40)),
-        inline_bytes=draw.choice((64, 2**20)),
+        inline_bytes=draw.choice((64, 64, 2**20)),
         policy=draw.choice(("automatic", "automatic", "predicted_seconds", "least_loaded", "round_robin", "random")),
         max_running=draw.choice((0, 0, 1, 2, 4)),
         has_quotas=draw.random() < 0.15,
@@ -221,13 +227,14 @@ def _fleet(draw: random.Random, profile: str) -> Fleet:
         unsent_bytes=draw.choice((64, 64, 1024, 64 * 1024)),
         window_bytes=draw.choice((2**13, 2**13, 2**20)),
         encode_seconds=draw.choice((0.01, 0.1)),
-        embeddings_bytes=draw.choice((0, 256 * 2**20)),
+        embeddings_bytes=draw.choice((0, 256 * 2**20, 256 * 2**20)),
         image_hidden_size=draw.choice((8, 8, 384)),
         pause_tokens=draw.choice((3, 10, 64)),
         large_bytes=draw.choice((512, 256 * 1024, 256 * 1024)),
         max_batch=draw.choice((2, 256, 256)),
         max_waiting=draw.choice((3, 1024, 1024)),
-        registry=draw.choice(("memory",) * 7 + ("etcd",)),
+        registry=draw.choice(("memory", "memory", "memory", "etcd")),
+        processes=draw.choice((1, 1, 1, 2, 3)),
     )
 
 
@@ -236,7 +243,7 @@ def _requests(draw: random.Random, fleet: Fleet, profile: str, count: int, secon
     # Where workers fail, answers that are long enough to go on elsewhere.
     short = (1, 2, 3) if profile in ("plain", "clients") else (60, 120)
     answers = draw.choice(((1, 2, 5, 16, 40), (20, 40, 80), (2, 250), short))
-    kept, rude = draw.choice((0.0, 0.2, 0.6)), draw.choice((0.3, 0.3, 0.8))
+    kept, rude = draw.choice((0.0, 0.3, 0.6)), draw.choice((0.3, 0.3, 0.8))
     images = draw.choice((0.05, 0.1, 0.6, 0.6))
     slow = draw.choice((0.0, 0.3))  # clients that read slowly, whatever else they do
     others = draw.choice((0.0, 0.0, 0.3))  # by the other APIs
@@ -293,7 +300,7 @@ def _manners(draw: random.Random, tokens: int, rude: float, at_steps: float, *, 
             "step": step,
             "step_count": draw.randint(1, max(1, tokens)) if step == "token" else draw.choice((1, 1, 2)),
             "step_delay": draw.choice(MOMENTS),
-            "step_act": draw.choice(("leave", "cancel", "drop") if is_kept else ("leave", "cancel")),
+            "step_act": draw.choice(("leave", "cancel", "drop", "drop") if is_kept else ("leave", "cancel")),
         }
     if is_kept and draw.random() < 0.7:
         seconds = draw.choice((0.1, 0.3, 0.8))
@@ -319,9 +326,9 @@ def _faults(draw: random.Random, fleet: Fleet, profile: str, count: int, seconds
     if profile == "one_fault":
         kind = draw.choice([one for one in (*PROCESS_KINDS, *NETWORK_KINDS, *REGISTRY_KINDS) if one != "partition"])
         if draw.random() < 0.7:
-            return (_aimed(draw, fleet, kind, "", count),)
+            return (_aimed(draw, fleet, kind, draw.choice(("", "", "", *fleet.router_names)), count),)
         workers = [name for name in fleet.workers if not name.startswith("encode")]
-        target = draw.choice(workers if draw.random() < 0.7 else fleet.router_names)
+        target = draw.choice(workers if draw.random() < 0.5 else fleet.router_names)
         return (_fault(draw, fleet, kind, target, draw.random() * seconds),)
     if profile != "storm":
         return ()

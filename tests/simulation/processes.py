@@ -1,11 +1,19 @@
 """The processes of a fleet, configured as its plan says."""
 
+import asyncio
+from collections.abc import Sequence
+from functools import lru_cache
 from typing import Any
 
+from baton.errors import Unavailable
 from router.config import ProbeConfig, RetryConfig, RouterConfig, RoutingConfig
+from router.processes.siblings import STOP_SECONDS, StoppedRequests, stop_here
 from router.server import host_router
+from router.text.tokenizer import Tokenizer
+from rpc.auth.caller import Caller
 from services.config import EncodeConfig, HandoffConfig, KeepConfig, WorkerConfig
 from services.engines.simulated.config import SimulatedConfig
+from services.engines.simulated.tokens import IMAGE, byte_vocabulary
 from services.server import host_worker
 from simulation.facades import HTTP_PORT
 from simulation.invariants.fleet import BURST_SECONDS
@@ -16,8 +24,45 @@ _DRAIN_SECONDS = 2.0
 _SLOW_READER_SECONDS = 15.0  # less than is waited in quiet: what a half-open connection of HTTP/1.1 leaves ends so
 
 
-def router_of(plan: Plan, node: Node, registry: Any) -> Any:
-    """A router by the product's own assembly, to be entered."""
+# Of all routers, and of all runs of this process, which are forks: a chat template takes as long to compile as ten
+# requests.
+tokenizer_of = lru_cache(Tokenizer)
+
+
+def compile_templates() -> None:
+    """Makes the tokenizers of the simulated engine, before a run is forked."""
+    for has_images in (False, True):
+        files = byte_vocabulary(images=has_images).files
+        tokenizer_of(
+            files.tokenizer_json, files.tokenizer_config_json, files.chat_template, IMAGE if has_images else ""
+        )
+
+
+class SimulatedSiblings:
+    """The other processes of a router, in the place of the supervisor and its links to them."""
+
+    def __init__(self, world: Any, names: Sequence[str]) -> None:
+        self._world, self._names = world, names
+
+    async def stop(self, request_id: str, caller: Caller | None) -> StoppedRequests:
+        """Stops what a caller runs there under this id. Raises Unavailable if one of them stands still."""
+        found = [await self._stop_at(name, request_id, caller) for name in self._names if self._world.is_up(name)]
+        return StoppedRequests(sum(one.count for one in found), [each for one in found for each in one.receipts])
+
+    async def _stop_at(self, name: str, request_id: str, caller: Caller | None) -> StoppedRequests:
+        node, table = self._world.nodes[name], self._world.hosts[name].requests
+        await asyncio.sleep(self._world.network.delay())
+        stopping = node.spawn(stop_here(table, request_id, caller))
+        done, _ = await asyncio.wait({stopping}, timeout=STOP_SECONDS)
+        if node.dead:
+            return StoppedRequests()
+        if not done:
+            raise Unavailable("the other processes of this router do not answer")
+        return stopping.result()
+
+
+def router_of(plan: Plan, node: Node, registry: Any, address: str, siblings: SimulatedSiblings | None) -> Any:
+    """A router by the product's own assembly, to be entered; with siblings it is one process of several."""
     fleet = plan.fleet
     has_http = any(asked.api in HTTP_APIS for asked in plan.requests)
     quota = {
@@ -27,7 +72,7 @@ def router_of(plan: Plan, node: Node, registry: Any) -> Any:
     }
     config = RouterConfig(
         router_id=node.name,
-        listen=f"{node.ip}:7070",
+        listen=f"{address}:7070",
         drain_seconds=_DRAIN_SECONDS,
         limits={"max_waiting_tokens": fleet.waiting_tokens, "slow_reader_seconds": _SLOW_READER_SECONDS},
         embeddings={"max_bytes": fleet.embeddings_bytes},
@@ -35,12 +80,13 @@ def router_of(plan: Plan, node: Node, registry: Any) -> Any:
         probe=ProbeConfig(interval_seconds=0.5, timeout_seconds=0.5, hung_seconds=1.5),
         retry=RetryConfig(answer_seconds=fleet.answer_seconds),
         multiplex=fleet.multiplex,
-        admission={"max_running_per_worker": fleet.max_running, "max_waiting": fleet.max_waiting},
+        # The kernel may give one process what its clients meant for all.
+        admission={"max_running_per_worker": fleet.max_running, "max_waiting": fleet.max_waiting * fleet.processes},
         quotas={"default": quota, "tenants": {"probe": {}}, "unreachable_seconds": 5.0} if fleet.has_quotas else {},
         peers={"listen": f"{node.ip}:7071"},
-        openai={"listen": f"{node.ip}:{HTTP_PORT}"} if has_http else {},
+        openai={"listen": f"{address}:{HTTP_PORT}"} if has_http else {},
     )
-    return host_router(config, registry)
+    return host_router(config, registry, siblings=siblings, shares_port=siblings is not None)
 
 
 def worker_of(plan: Plan, node: Node, registry: Any) -> Any:

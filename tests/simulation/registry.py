@@ -61,9 +61,15 @@ class SimulatedRegistry:
         """True if a call of this node would be answered."""
         return not (self.is_away or self.network.is_cut(node, self._node))
 
-    def registered(self) -> set[str]:
-        """The ids of the workers that are registered."""
-        return {record.worker_id for record in self.memory.workers()}
+    def expire(self, name: str) -> None:
+        """Forgets the record of a process that has kept its lease, as a member does that has lost what it knew."""
+        for memory in (self.memory, self.memory.routers):
+            for one in [each for each in memory._registrations if each.record.worker_id == name]:
+                one._expire()  # type: ignore[attr-defined]  # of _Registration
+
+    def registered(self) -> dict[str, int]:
+        """The epochs of the workers that are registered, by their ids."""
+        return {record.worker_id: record.epoch for record in self.memory.workers()}
 
 
 class NodeRegistry:

@@ -13,6 +13,7 @@ from typing import TypeVar
 
 from simulation import entropy
 from simulation.plan import Plan
+from simulation.processes import compile_templates
 from simulation.world import World
 
 Result = TypeVar("Result")
@@ -61,6 +62,7 @@ def run(plan: Plan, *, keeps_log: bool = False) -> Outcome:
 
 def in_child(work: Callable[[], Result]) -> Result:
     """The result of `work` in a fork, which can be pickled. Raises ChildProcessError if it fails."""
+    compile_templates()
     gc.collect()
     gc.freeze()
     reader, writer = os.pipe()

@@ -17,6 +17,7 @@ import baton_http2.stream
 import engine_protocol.multiplex.channel
 import engine_protocol.multiplex.replies
 import router.openai.server
+import router.text.served_model
 import rpc.channels
 import services.control
 from simulation import entropy, transport
@@ -30,7 +31,7 @@ from simulation.invariants.fleet import PROBE_TOKENS, PROBES
 from simulation.loop import NODE, Deadlock, Node, SimulatedLoop
 from simulation.network import Network
 from simulation.plan import CLIENTS, TENANTS, Plan, Request
-from simulation.processes import router_of, worker_of
+from simulation.processes import SimulatedSiblings, router_of, tokenizer_of, worker_of
 from simulation.registry import SimulatedRegistry
 from simulation.steps import Steps
 
@@ -67,6 +68,7 @@ class World:
         self.problems: list[str] = []
         self.lines: list[str] | None = [] if keeps_log else None
         self.events = 0
+        self.absent: set[str] = set()  # workers that have left for good
         self.is_quiet = False  # all requests of the plan have ended, and all faults
         self.chaos = Chaos(self)
         self.steps = Steps([self.chaos.step, self._tell_client])
@@ -114,6 +116,15 @@ class World:
         fleet = self.plan.fleet
         return f"10.0.0.{(*fleet.workers, *fleet.router_names, *CLIENTS).index(name) + 1}"
 
+    def address_of(self, router: str) -> str:
+        """Where clients reach a router, whichever of its processes takes their connection."""
+        return self.ip_of(self.plan.fleet.siblings(router)[0])
+
+    @property
+    def workers(self) -> tuple[str, ...]:
+        """The names of the workers that have not left for good."""
+        return tuple(name for name in self.plan.fleet.workers if name not in self.absent)
+
     def is_up(self, name: str) -> bool:
         """True if a process serves there, and is not on its way out."""
         node = self.nodes.get(name)
@@ -133,7 +144,13 @@ class World:
 
     def _assemble(self, node: Node, registry: Any) -> Any:
         """The router or worker of a node."""
-        return (router_of if node.name.startswith("router") else worker_of)(self.plan, node, registry)
+        if not node.name.startswith("router"):
+            return worker_of(self.plan, node, registry)
+        return router_of(self.plan, node, registry, self.address_of(node.name), self._siblings_of(node))
+
+    def _siblings_of(self, node: Node) -> SimulatedSiblings | None:
+        names = [name for name in self.plan.fleet.siblings(node.name) if name != node.name]
+        return SimulatedSiblings(self, names) if names else None
 
     async def _host(self, node: Node) -> None:
         try:
@@ -192,6 +209,7 @@ class World:
         baton_http2.server.server.open_sockets = self.network.bind  # type: ignore[assignment]
         router.openai.server.open_sockets = self.network.bind  # type: ignore[assignment]
         rpc.channels.connect = connect
+        router.text.served_model.Tokenizer = tokenizer_of  # type: ignore[misc, assignment]
         services.control._DEFAULT_INTERVAL_SECONDS = _LOAD_SECONDS
         self._set_buffers()
         transport.install()
@@ -335,7 +353,7 @@ class World:
     def unready(self) -> Sequence[str]:
         """What is missing."""
         fleet = self.plan.fleet
-        down = [name for name in (*fleet.workers, *fleet.router_names) if not self.is_up(name)]
+        down = [name for name in (*self.workers, *fleet.router_names) if not self.is_up(name)]
         found = [f"{name} is down" for name in down]
         for name in fleet.router_names:
             if name in down:
@@ -345,7 +363,8 @@ class World:
                 # Until then each of them lends what all have together, or nothing.
                 found.append(f"{name} does not know all routers")
             workers = {one.record.worker_id: one for one in self.hosts[name].cluster.workers}
-            found += [f"{name} does not know {one}" for one in fleet.workers if one not in workers]
+            found += [f"{name} does not know {one}" for one in self.workers if one not in workers]
+            found += [f"{name} has {one}, which has left for good" for one in workers if one in self.absent]
             found += [f"{name}: {one}: {worker.problem}" for one, worker in workers.items() if worker.problem]
         return found or self._unlent()
 

@@ -10,17 +10,24 @@ from simulation.invariants.agreement import (
     NothingWaitsForTheLost,
     WindowsAgree,
 )
-from simulation.invariants.answers import AnswersAreRight, ImagesAreTheirOwn, SequencesAreWhole, UsageIsRight
+from simulation.invariants.answers import (
+    AnswersAreRight,
+    ImagesAreTheirOwn,
+    ResumptionsGoOn,
+    SequencesAreWhole,
+    UsageIsRight,
+)
 from simulation.invariants.base import Invariant
 from simulation.invariants.blocks import BlocksHaveOneOwner, EngineFollowsCalls, KvIsConfirmed, KvIsOfItsPrompt
 from simulation.invariants.ends import (
     CancelledWorkStops,
     EveryCallEnds,
     ExpiredLeasesAreExplained,
+    ExpiredLeasesAreFreed,
     RequestsAreSomewhere,
     StatusesAreRight,
 )
-from simulation.invariants.fleet import LimitsHold, NoUnexplainedError, QuotasHold, Recovers
+from simulation.invariants.fleet import LimitsHold, NoUnexplainedError, QuotasHold, Recovers, ViewsAreFresh
 from simulation.invariants.tables import NothingIsLeft, TablesShrink
 
 INVARIANTS: tuple[type[Invariant], ...] = (
@@ -28,6 +35,7 @@ INVARIANTS: tuple[type[Invariant], ...] = (
     ImagesAreTheirOwn,
     SequencesAreWhole,
     UsageIsRight,
+    ResumptionsGoOn,
     EveryCallEnds,
     StatusesAreRight,
     CancelledWorkStops,
@@ -37,6 +45,7 @@ INVARIANTS: tuple[type[Invariant], ...] = (
     DeadlinesArePassedOn,
     WindowsAgree,
     ExpiredLeasesAreExplained,
+    ExpiredLeasesAreFreed,
     BlocksHaveOneOwner,
     KvIsOfItsPrompt,
     KvIsConfirmed,
@@ -44,6 +53,7 @@ INVARIANTS: tuple[type[Invariant], ...] = (
     NothingIsLeft,
     TablesShrink,
     Recovers,
+    ViewsAreFresh,
     QuotasHold,
     LimitsHold,
     NoUnexplainedError,

@@ -1,12 +1,13 @@
 """Both ends of what they share agree: on windows of flow control, on deadlines, and on the calls that run."""
 
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 from baton_http2.client.connection import ClientConnection
 from baton_http2.server.call import ServerCall
 from baton_http2.server.connection import Connection as ServerConnection
-from engine_protocol.multiplex import channel
+from engine_protocol.multiplex import channel, service
 from engine_protocol.multiplex.call import ServedCall
 from rpc.metadata import REQUEST_KEY
 from simulation.entropy import Time
@@ -29,8 +30,8 @@ _SLOW_SECONDS = 9.0
 
 
 class WindowsAgree(Invariant):
-    """A sender's window is as large as its receiver believes, on each connection and stream: one that has got smaller
-    for one of them never gets larger again.
+    """A sender's window is as large as its receiver believes, on each connection and stream, whenever nothing is on its
+    way between them: one that has got smaller for one of them never gets larger again.
     """
 
     def __init__(self, world: Any) -> None:
@@ -44,9 +45,14 @@ class WindowsAgree(Invariant):
             return
         before, self._differ = self._differ, {}
         for pair in self.world.network.pairs.values():
-            if self._is_moving(pair):
-                for sender in pair.ends:
+            if not self._is_moving(pair):
+                continue
+            for sender in pair.ends:
+                if all(_is_still(end) for end in pair.ends):
                     self._compare(sender, before)
+                else:
+                    # In the middle of something: what differed before may still do so.
+                    self._differ.update({key: value for key, value in before.items() if key[0] == sender.name})
 
     def _is_moving(self, pair: Any) -> bool:
         """True if what is sent arrives: no fault holds it, and nobody stands still."""
@@ -82,33 +88,60 @@ class WindowsAgree(Invariant):
         self._differ[name, stream] = (difference, since)
 
 
+def _is_still(end: Any) -> bool:
+    """True if all that this end has counted as sent has been counted by its peer."""
+    return end.is_empty and not (end.protocol.output.frames or end.protocol.receiver._buffer)
+
+
 class NothingWaitsForTheLost(Invariant):
-    """A stream of calls that is lost has no calls a moment later: each was told."""
+    """A stream of calls that is lost has no calls a moment later, at neither end: each was told."""
 
     def __init__(self, world: Any) -> None:
         super().__init__(world)
-        self._streams: list[tuple[Any, weakref.ref[Any]]] = []
+        self._streams: list[tuple[Any, weakref.ref[Any], Callable[[Any], int]]] = []
         self._since: dict[int, float] = {}
 
     def install(self) -> None:
-        begin, streams = channel._Stream.__init__, self._streams
+        for kind, count in ((channel._Stream, _waiting), (service._Stream, _served)):
+            self._watch(kind, count)
+
+    def _watch(self, kind: Any, count: Callable[[Any], int]) -> None:
+        begin, streams = kind.__init__, self._streams
 
         def beginning(stream: Any, *arguments: Any) -> None:
             begin(stream, *arguments)
             # Of no context: it outlives the request that it begins with.
-            streams.append((self.world.loop.current, weakref.ref(stream)))
+            streams.append((self.world.loop.current, weakref.ref(stream), count))
 
-        channel._Stream.__init__ = beginning  # type: ignore[method-assign]
+        kind.__init__ = beginning
 
     def look(self) -> None:
-        for number, (node, reference) in enumerate(self._streams):
+        kept = []
+        before, self._since = self._since, {}
+        for node, reference, count in self._streams:
             stream = reference()
-            if stream is None or node.dead or node.paused or not (stream.is_lost and stream.calls._calls):
-                self._since.pop(number, None)
-            elif Time.now - self._since.setdefault(number, Time.now) > _LOST_SECONDS:
-                self._since[number] = Time.now
-                self.problem(f"{node.name}: {len(stream.calls._calls)} calls wait on a stream that is lost")
-        self._streams[:] = [one for one in self._streams if one[1]() is not None] if not self._since else self._streams
+            if stream is None or node.dead:
+                continue
+            kept.append((node, reference, count))
+            if not node.paused and count(stream):
+                self._note(node, id(reference), count(stream), before)
+        self._streams[:] = kept
+
+    def _note(self, node: Any, key: int, calls: int, before: dict[int, float]) -> None:
+        since = self._since[key] = before.get(key, Time.now)
+        if Time.now - since > _LOST_SECONDS + 4 * self.world.plan.hiccup_seconds:
+            self._since[key] = Time.now
+            self.problem(f"{node.name}: {calls} calls go on though their stream is lost")
+
+
+def _waiting(stream: Any) -> int:
+    """The calls of a caller whose stream is lost."""
+    return len(stream.calls._calls) if stream.is_lost else 0
+
+
+def _served(stream: Any) -> int:
+    """The calls of a server whose caller's stream is lost."""
+    return len(stream._calls) + len(stream._tasks) if stream.stream.done() else 0
 
 
 class CallsHaveCallers(Invariant):

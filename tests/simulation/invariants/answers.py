@@ -5,6 +5,11 @@ from typing import Any
 from simulation.invariants.base import Invariant
 from simulation.reference import prompt_of, reference
 
+# More answers than are kept for their readers. And how a resumption may end as any call may.
+_MANY_PARKED, _LONG_SECONDS, _AFTER_SECONDS = 256, 30.0, 30.0
+_MANY_BLOCKS, _FEW = 200, 2
+_REFUSED = {"RESOURCE_EXHAUSTED", "DEADLINE_EXCEEDED", "CANCELLED"}
+
 
 class AnswersAreRight(Invariant):
     """The ids are a beginning of the reference, and all of it if the call ended well; the text is theirs."""
@@ -71,3 +76,23 @@ class UsageIsRight(Invariant):
             self.problem(f"{result.name}: a prompt of {len(prompt_of(asked))} is counted as {usage.prompt_tokens}")
         if usage.cached_tokens > usage.prompt_tokens:
             self.problem(f"{result.name}: {usage.cached_tokens} of {usage.prompt_tokens} tokens are said to be cached")
+
+
+class ResumptionsGoOn(Invariant):
+    """An answer that its client resumes in time goes on at the first try, where nothing went wrong but its client."""
+
+    def ended(self, result: Any) -> None:
+        if self.world.chaos.disturbed(result.started, None, _AFTER_SECONDS):
+            return
+        wrong = [one for one in result.refusals if not self._is_explained(one, result.asked)]
+        if wrong:
+            self.problem(f"{result.name}: could not be resumed, by {', '.join(wrong)}")
+
+    def _is_explained(self, refusal: str, asked: Any) -> bool:
+        """True if the call ended as any call may, or if the answer was one of too many that wait for their readers."""
+        code, _, reason = refusal.partition(" ")
+        fleet = self.world.plan.fleet
+        # An answer without a reader gives its room to requests that find none.
+        has_room = fleet.blocks >= _MANY_BLOCKS and fleet.max_batch > _FEW and fleet.keep_parked >= _MANY_PARKED
+        may_be_dropped = not has_room or asked.timeout < _LONG_SECONDS
+        return code in _REFUSED or (may_be_dropped and reason == "STREAM_LOST")

@@ -55,7 +55,7 @@ class Invariant:
 
     def workers(self) -> "Iterator[tuple[str, Any]]":
         """The workers that run, and are not held."""
-        for name in self.world.plan.fleet.workers:
+        for name in self.world.workers:
             if self.world.is_up(name) and not self.world.nodes[name].paused:
                 yield name, self.world.hosts[name]
 

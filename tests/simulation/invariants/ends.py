@@ -15,9 +15,10 @@ _STOP_SECONDS = 1.5
 # How long faults have effects after their end: reconnecting, deadlines of unary calls, marks, registry leases.
 _AFTER_SECONDS = 30.0
 # What a peer's kernel tells of, and how long a request may be nowhere then.
-_TOLD = {"kill", "drain", "reset", "reset_all"}
+_TOLD = {"kill", "drain", "leave", "reset", "reset_all"}
 _NOWHERE_SECONDS = 4.0
 _FEW = 2  # answers in a batch, beside which those of another worker wait longer than their router does
+_FREED_SECONDS = 1.0  # after a lease has expired
 _TRY_SECONDS = 1.0  # a shorter deadline leaves no time for a twin
 _NEVER = {
     "UNKNOWN",
@@ -111,7 +112,7 @@ class StatusesAreRight(Invariant):
             # Each worker has a twin with room for its answers: only what touches a router, or goes on in it, is felt.
             names = set(world.plan.fleet.router_names)
             kinds = {fault.kind for fault in world.plan.faults}
-            if kinds <= {"kill", "vanish", "pause", "drain", "reset", "half", "slow", "lost_lease"}:
+            if kinds <= {"kill", "vanish", "pause", "drain", "leave", "reset", "half", "slow", "lost_lease", "expire"}:
                 return bool(world.chaos.disturbed(result.started, names, _AFTER_SECONDS))
         return bool(world.chaos.disturbed(result.started, None, _AFTER_SECONDS))
 
@@ -171,7 +172,7 @@ class CancelledWorkStops(Invariant):
     def _is_cut_off(self, name: str, router: str, killed: float) -> bool:
         """True if the worker need not have learned of the router's end, by another fault than that."""
         return any(
-            one.fault.kind not in ("kill", "drain")
+            one.fault.kind not in ("kill", "drain", "leave")
             and (one.ended is None or one.ended + _AFTER_SECONDS >= killed)
             and one.touches({name, router})
             for one in self.world.chaos.happened
@@ -244,3 +245,25 @@ class ExpiredLeasesAreExplained(Invariant):
         """True if a lease is of the KV of a kept decode, of whose end no router has been told yet."""
         streams = self.world.hosts[name].kept.streams if name in self.world.hosts else []
         return any(one.kept.request_id == call_id and one.has_yielded and not one.is_told for one in streams)
+
+
+class ExpiredLeasesAreFreed(Invariant):
+    """What is held under a lease that has expired is free a moment later, whatever else is held and renewed there."""
+
+    def __init__(self, world: Any) -> None:
+        super().__init__(world)
+        self._since: dict[tuple[str, str], float] = {}
+
+    def look(self) -> None:
+        before, self._since = self._since, {}
+        for name, worker in self.workers():
+            for handoff_id, lease in worker.leases._leases.items():
+                if lease.expires_at <= Time.now:
+                    self._note(name, handoff_id, lease, before)
+
+    def _note(self, name: str, handoff_id: str, lease: Any, before: dict[tuple[str, str], float]) -> None:
+        since = self._since[name, handoff_id] = before.get((name, handoff_id), Time.now)
+        if Time.now - since > _FREED_SECONDS + 4 * self.world.plan.hiccup_seconds:
+            self._since[name, handoff_id] = Time.now
+            late = Time.now - lease.expires_at
+            self.problem(f"{name}: holds {len(lease.held.block_ids)} blocks {late:.2f} s after their lease has expired")

@@ -12,6 +12,10 @@ _PROBE_SECONDS = 3.0
 # A router that has become the home of a model's places lends none for so long.
 _SETTLING_SECONDS = 1.5
 BURST_SECONDS = 2.0
+# So many looks are left out. A router asks a registry again after a loss, and removes nobody for the length of a lease;
+# a view may be some times as late as usual, and keepalive finds out that a connection is half-open.
+_LOOKS = 5
+_VIEW_SECONDS, _LATE_VIEWS, _CUT_OFF_SECONDS = 5.0, 15, 30.0
 # The requests to each router in quiet, and their tokens.
 PROBES, PROBE_TOKENS = 3, 5
 _AFTER_SECONDS = 30.0
@@ -35,14 +39,15 @@ class Recovers(Invariant):
         fleet = self.world.plan.fleet
         if not fleet.max_running:
             return 0.0
-        steps = PROBES * fleet.routers * PROBE_TOKENS / (fleet.max_running * (fleet.decode + fleet.mixed))
+        decoders = sum(name.startswith(("decode", "mixed")) for name in self.world.workers)
+        steps = PROBES * fleet.routers * PROBE_TOKENS / (fleet.max_running * decoders)
         return _SETTLING_SECONDS + steps * fleet.step_seconds
 
     def end(self) -> None:
         unready = self.world.unready()
         if unready:
             self.problem(f"not ready in quiet: {', '.join(unready[:3])}")
-        missing = set(self.world.plan.fleet.workers) - self.world.registry.registered()
+        missing = set(self.world.workers) - self.world.registry.registered().keys()
         if missing:
             self.problem(f"not registered in quiet: {', '.join(sorted(missing))}")
         for name, router in self.routers():
@@ -66,6 +71,37 @@ class Recovers(Invariant):
         if self.world.nodes.get(node.name) is node and not self.world.stopping[node.name].is_set():
             self.world.kill(node.name, silently=False)
             self.world.start(node.name)
+
+
+class ViewsAreFresh(Invariant):
+    """A router has the workers that are registered, and no others, as soon as it can have learned of them."""
+
+    def __init__(self, world: Any) -> None:
+        super().__init__(world)
+        self._looks = 0
+        self._since: dict[tuple[str, int, str, int], float] = {}
+
+    def look(self) -> None:
+        self._looks += 1
+        if self._looks % _LOOKS:
+            return
+        before, self._since = self._since, {}
+        registered = self.world.registry.registered()
+        for name, router in self.routers():
+            known = {(record.worker_id, record.epoch) for record in router.cluster._members.records}
+            for worker, epoch in sorted(known ^ set(registered.items())):
+                self._note(name, worker, epoch, before, is_known=(worker, epoch) in known)
+
+    def _note(self, name: str, worker: str, epoch: int, before: Any, *, is_known: bool) -> None:
+        key = (name, self.world.nodes[name].generation, worker, epoch)
+        since = self._since[key] = before.get(key, Time.now)
+        seconds = _VIEW_SECONDS + _LATE_VIEWS * self.world.registry.late_seconds + 4 * self.world.plan.hiccup_seconds
+        if Time.now - since <= seconds:
+            return
+        self._since[key] = Time.now
+        if not self.world.chaos.disturbed(since, {name}, _CUT_OFF_SECONDS):
+            text = "still has" if is_known else "does not know"
+            self.problem(f"{name}: {text} {worker} of epoch {epoch}, {Time.now - since:.1f} s after the registry")
 
 
 class QuotasHold(Invariant):
@@ -124,7 +160,7 @@ class NoUnexplainedError(Invariant):
     def install(self) -> None:
         def show(message: Any, *_: Any, **__: Any) -> None:
             # What a killed process has begun is never ended.
-            if not any(fault.kind in ("kill", "vanish", "drain") for fault in self.world.plan.faults):
+            if not any(fault.kind in ("kill", "vanish", "drain", "leave") for fault in self.world.plan.faults):
                 self.problem(f"warning: {message}")
 
         warnings.simplefilter("always")
