@@ -73,8 +73,9 @@ def from_rpc_error(error: FailedCall) -> BatonError:
     """
     details = _read_details(error)
     message = error.details() or ""
-    kind = _class_of(details.info) or _foreign_class(error.code(), message)
-    restored = _restore(kind, message or error.code().name, details)
+    known = _class_of(details.info)
+    restored = _restore(known or _foreign_class(error.code(), message), message or error.code().name, details)
+    restored.is_bare = known is None
     restored.stage = details.info.metadata.get("stage", "")
     restored.worker_id = details.info.metadata.get("worker_id", "")
     return restored
@@ -128,9 +129,11 @@ def _class_of(info: error_details_pb2.ErrorInfo) -> type[BatonError] | None:
 
 
 def _kinds(kind: type[BatonError]) -> Iterator[type[BatonError]]:
-    # Parents last: of two classes with one reason, the parent is the one that can be built from the details.
+    # Parents last: of two classes with one reason, the parent is the one that can be built from the details. Of several
+    # parents the first is the one whose reason a class has.
     for child in kind.__subclasses__():
-        yield from _kinds(child)
+        if child.__bases__[0] is kind:
+            yield from _kinds(child)
     yield kind
 
 

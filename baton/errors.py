@@ -18,9 +18,11 @@ class BatonError(Exception):
 
     `reason` is stable and machine-readable (`google.rpc.ErrorInfo.reason`). `stage` and `worker_id` say where it
     happened, and are empty where that is not known. Code that passes an error on may fill them, but not replace them.
+    `is_bare` is set where it was a status without the details that Baton's processes send.
     """
 
     reason: ClassVar[str] = "INTERNAL_ERROR"
+    is_bare = False
 
     def __init__(self, message: str, *, stage: str = "", worker_id: str = "") -> None:
         super().__init__(message)
@@ -264,6 +266,21 @@ class InvalidReply(EngineFailed):
     """
 
     reason = "INVALID_REPLY"
+
+
+class DoubtedRefusal(InvalidReply):
+    """A worker alone refuses a request, and nothing shows that the request is to blame: another one may answer.
+
+    If no other one does, the caller gets the refusal that its other parent is.
+    """
+
+
+class DoubtedRequest(InvalidRequest, DoubtedRefusal):
+    """An InvalidRequest that is doubted."""
+
+
+class DoubtedFeature(Unsupported, DoubtedRefusal):
+    """An Unsupported that is doubted."""
 
 
 class DeviceFailed(EngineFailed):

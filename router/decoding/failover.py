@@ -2,6 +2,7 @@
 
 from baton.errors import (
     BatonError,
+    DoubtedRefusal,
     EmbeddingLost,
     HandoffLost,
     LayoutMismatch,
@@ -61,6 +62,8 @@ class Failover:
         await state.release_handoff()
         if state.placer.can_decode(state.routing_request, state.context_tokens, attempts.tried):
             await attempts.pause(error, state.ctx.deadline.remaining_seconds)
+        elif isinstance(error, DoubtedRefusal) and not state.completion.token_ids:
+            raise error
         placement = state.follow(await self.another_decode(error, attempts.tried))
         self.count_migration("decode")
         return placement

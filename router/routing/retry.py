@@ -3,7 +3,7 @@
 import asyncio
 import random
 
-from baton.errors import BatonError, Draining, Overloaded
+from baton.errors import BatonError, DoubtedRefusal, Draining, Overloaded
 from discovery.backoff import Backoff
 from engine_protocol.roles import Role
 from router.config import RetryConfig
@@ -85,6 +85,7 @@ class Attempts:
         self._budget = budget
         self.tried: frozenset[str] = frozenset()  # WorkerRecord.process
         self._failures = 0
+        self._refusal: str | None = None  # by the last worker, if that is doubted
         self._backoff: Backoff | None = None  # after the first failure
 
     @property
@@ -100,11 +101,14 @@ class Attempts:
     def allow(self, error: BatonError, *, has_tokens: bool = False) -> None:
         """Permits another attempt after `error`, or raises it.
 
-        The budget is not charged if the client has tokens already. A draining worker counts as no failure.
+        The budget is not charged if the client has tokens already. A draining worker counts as no failure. A refusal
+        that a second worker repeats is believed.
         """
         if not isinstance(error, Draining):
             self._failures += 1
-            if self._failures >= self._max_attempts or not (has_tokens or self._budget.take()):
+            before, self._refusal = self._refusal, error.message if isinstance(error, DoubtedRefusal) else None
+            is_repeated = before is not None and before == self._refusal
+            if is_repeated or self._failures >= self._max_attempts or not (has_tokens or self._budget.take()):
                 raise error
         metrics.RETRIES.labels(self._stage).inc()
 

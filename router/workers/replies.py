@@ -10,12 +10,15 @@ from baton.errors import (
     BatonError,
     Cancelled,
     DeadlineExceeded,
+    DoubtedFeature,
+    DoubtedRequest,
     EngineFailed,
     HandoffLost,
     InvalidReply,
     InvalidRequest,
     LayoutMismatch,
     Overloaded,
+    PositionInvalid,
     SlowReader,
     StaleEpoch,
     StreamAdopted,
@@ -25,6 +28,7 @@ from baton.errors import (
 )
 from baton.inference.v1 import embed_pb2, generate_pb2
 from discovery.record import WorkerRecord
+from engine_protocol.fault_injection import FAULT_KEY
 from router.telemetry import metrics
 from router.workers.handle import WorkerHandle
 
@@ -50,6 +54,9 @@ _OF_WORKERS = (
 _ROUTERS_FIELDS = frozenset({"emitted", "handoff", "destination", "data_parallel_rank"})
 # What the router has checked against the worker's record and card: the worker is another one than those say.
 _CHECKED_FIELDS = frozenset({"prompt.token_ids"})
+# What only an engine can find wrong: all else a router has checked before. Fields, and the beginnings of fields.
+_ENGINES_FIELDS = frozenset({"prompt", "options", "sampling.bad_sequences", "sampling.stop_token_ids", FAULT_KEY})
+_ENGINES_PREFIXES = ("guided", "media", "prompt.lora")
 # How much earlier than at the deadline a worker may find that it has passed.
 _EARLY_SECONDS = 1.0
 _LONGEST_EMBEDDING = 2**20  # tokens
@@ -89,6 +96,7 @@ def of_worker(error: BatonError, remaining_seconds: float) -> BatonError:
     """The error with which a worker has ended a call, as what it is to the request: mostly the same one.
 
     An error that only a router gives its callers is an InvalidReply, and so is one about what the router sent itself.
+    A refusal for another reason than one that only a worker can know is doubted until a second worker says the same.
     """
     if isinstance(error, DeadlineExceeded) and remaining_seconds > _EARLY_SECONDS:
         return InvalidReply("the worker says that the deadline has passed, long before it")
@@ -102,7 +110,16 @@ def of_worker(error: BatonError, remaining_seconds: float) -> BatonError:
             return InvalidReply(f"the worker cannot use what this router has chosen: {error.message}")
         if error.violations and {violation.field.split("[")[0] for violation in error.violations} <= _CHECKED_FIELDS:
             return InvalidReply(f"the worker is not what its record and card say: {error.message}")
+        if error.is_bare or not (isinstance(error, PositionInvalid) or _is_engines(error)):
+            return DoubtedRequest(error.violations)
+    if isinstance(error, Unsupported) and error.is_bare:
+        return DoubtedFeature(error.message)
     return error
+
+
+def _is_engines(error: InvalidRequest) -> bool:
+    fields = [violation.field for violation in error.violations]
+    return any(field in _ENGINES_FIELDS or field.startswith(_ENGINES_PREFIXES) for field in fields)
 
 
 def check_handoff(handoff: handoff_pb2.KvHandoff, record: WorkerRecord, tokens: int) -> None:

@@ -10,7 +10,7 @@ from grpc import aio
 from support.clients.scraping import sample
 from support.cluster.in_process import FAST_ROUTER, bench, simulated
 
-from baton.errors import Draining, Overloaded, Unavailable
+from baton.errors import DoubtedFeature, Draining, Overloaded, Unavailable
 from baton.inference.v1 import generate_pb2
 from router.config import RetryConfig
 from router.routing.retry import Attempts, Retries, Stage
@@ -89,3 +89,13 @@ async def test_what_drains_is_left_at_once() -> None:
 
 def _attempts() -> Attempts:
     return Retries(RetryConfig()).attempts("decode")
+
+
+def test_a_refusal_that_a_second_worker_repeats_is_believed() -> None:
+    attempts = Retries(RetryConfig(max_attempts=9)).attempts("decode")
+    attempts.allow(DoubtedFeature("no"))
+    attempts.allow(DoubtedFeature("another thing"))
+    attempts.allow(LOST)
+    attempts.allow(DoubtedFeature("no"))
+    with pytest.raises(DoubtedFeature, match="no"):
+        attempts.allow(DoubtedFeature("no"))

@@ -4,7 +4,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 import pytest
-from support.cluster.in_process import FAST_ROUTER, Bench, simulated
+from support.cluster.in_process import FAST_ROUTER, Bench, Stream, simulated
 from support.servers.tampering import Tampered, tampered
 
 from baton.engine.v1 import decode_pb2
@@ -37,3 +37,16 @@ async def beside(running: Bench, role: str, *, multiplexed: bool) -> AsyncIterat
     config = simulated("broken", role).model_copy(update={"handoff": HandoffConfig(lease_seconds=0.5)})
     async with tampered(running, config, multiplexed=multiplexed) as broken:
         yield broken
+
+
+async def asked_until_called(running: Bench, broken: Tampered, method: str, expected: Stream) -> Stream:
+    """The first answer for which the broken worker was called. All are as they should be."""
+    for _ in range(50):
+        before = broken.calls[method]
+        stream = await running.generate(**LONG)
+        assert stream.token_ids == expected.token_ids
+        assert stream.text == expected.text
+        assert [message.sequence for message in stream.messages] == list(range(len(stream.messages)))
+        if broken.calls[method] > before:
+            return stream
+    raise AssertionError("the broken worker was never called")

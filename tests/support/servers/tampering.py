@@ -22,12 +22,15 @@ from baton.engine.v1 import (
     prefill_pb2,
     worker_pb2,
 )
+from baton.errors import BatonError
 from discovery.memory import MemoryRegistry
 from discovery.record import MULTIPLEX, MULTIPLEXED_LOAD
 from discovery.registry import WorkerRecord
+from engine_protocol.multiplex.metadata import to_messages
 from rpc.channels import open_channel
 from rpc.health import Health
 from rpc.server import Service, serve
+from rpc.status import to_status
 from services.config import WorkerConfig
 from services.server import Worker, host_worker
 
@@ -42,6 +45,13 @@ class Ends:
 
     code: int
     message: str = "broken"
+    trailers: tuple[tuple[str, str | bytes], ...] = ()
+
+    @classmethod
+    def by(cls, error: BatonError) -> "Ends":
+        """With the status that Baton's own workers send of an error."""
+        status: Any = to_status(error)
+        return cls(status.code.value[0], status.details, tuple(status.trailing_metadata))
 
 
 class Silence:
@@ -135,8 +145,8 @@ def _forward(proxy: Tampered, channel: aio.Channel, path: str) -> Callable[[byte
             return await _abort(context, error)
         for reply in proxy.replies(path, wire):
             match reply:
-                case Ends(code, message):
-                    await context.abort(_code(code), message)
+                case Ends(code, message, trailers):
+                    await context.abort(_code(code), message, trailers)
                 case Silence():
                     await asyncio.Event().wait()
                 case _:
@@ -155,8 +165,8 @@ def _forward_stream(proxy: Tampered, channel: aio.Channel, path: str) -> Callabl
             async for wire in running:
                 for reply in proxy.replies(path, wire):
                     match reply:
-                        case Ends(code, message):
-                            await context.abort(_code(code), message)
+                        case Ends(code, message, trailers):
+                            await context.abort(_code(code), message, trailers)
                         case Silence():
                             await asyncio.Event().wait()
                         case _:
@@ -226,9 +236,9 @@ def _answers(call: int, replies: Iterable[Reply], silent: set[int]) -> Iterable[
             case Silence():
                 silent.add(call)
                 return
-            case Ends(code, message):
+            case Ends(code, message, trailers):
                 silent.add(call)
-                status = multiplex_pb2.CallStatus(code=code, message=message)
+                status = multiplex_pb2.CallStatus(code=code, message=message, trailers=to_messages(trailers))
                 yield multiplex_pb2.MultiplexResponse(answers=[{"call": call, "status": status}])  # type: ignore[list-item]
                 return
             case decode_pb2.DecodeResponse() if reply.WhichOneof("event") == "tokens" and not reply.tokens.logprobs:

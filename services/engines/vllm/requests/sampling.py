@@ -10,7 +10,7 @@ from functools import partial
 from types import MappingProxyType
 from typing import Any
 
-from baton.errors import InvalidRequest, Unsupported
+from baton.errors import Unsupported
 from baton.sampling_options import OPTIONS
 from grammars.guide import Guide, GuideKind
 from grammars.source import check_guide, lark_source, may_spell_any, schema_source, unforced_source
@@ -87,14 +87,12 @@ class TokenBudget:
 
 
 def check_sampling(sampling: Sampling) -> None:
-    """Raises InvalidRequest for a value that vLLM would replace by another one, and Unsupported for bad words."""
+    """Raises Unsupported for a value that vLLM would replace by another one, and for bad words."""
     if sampling.bad_sequences:
         raise Unsupported("sampling.bad_sequences: the vllm engine does not have bad_words")
     if 0 < sampling.temperature < LOWEST_TEMPERATURE:
-        raise InvalidRequest.of(
-            "sampling.params.temperature",
-            f"{sampling.temperature} is between 0 and {LOWEST_TEMPERATURE}, to which vLLM would raise it; 0 is greedy",
-        )
+        given = f"{sampling.temperature} is between 0 and {LOWEST_TEMPERATURE}"
+        raise Unsupported(f"sampling.params.temperature: {given}, to which vLLM would raise it; 0 is greedy")
 
 
 def unsupported_options(package: VllmPackage) -> tuple[str, ...]:

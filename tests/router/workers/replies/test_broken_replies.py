@@ -8,10 +8,10 @@ import pytest
 from grpc import aio
 from structlog.testing import capture_logs
 from support.clients.scraping import since
-from support.cluster.in_process import DECODE, PREFILL, Bench, Stream, bench, simulated
+from support.cluster.in_process import DECODE, PREFILL, Stream, bench, simulated
 from support.eventually import eventually
-from support.servers.broken_worker import LANES, LONG, beside, router_for, tokens
-from support.servers.tampering import SILENCE, Ends, Reply, Tampered, tampered
+from support.servers.broken_worker import LANES, LONG, asked_until_called, beside, router_for, tokens
+from support.servers.tampering import SILENCE, Ends, Reply, tampered
 
 from baton.engine.v1 import decode_pb2, handoff_pb2, prefill_pb2
 from baton.error_details import from_rpc_error
@@ -149,20 +149,8 @@ DECODES: dict[str, Callable[[], Callable[[Any], Iterable[Reply]]]] = {
     "tokens outside": after(5, lambda _: [tokens(OUTSIDE, 5, 6)]),
     "a token outside at once": at_once(lambda _: [tokens(OUTSIDE)]),
     "silence": at_once(lambda _: [SILENCE]),
+    "invalid argument later": after(5, lambda _: [Ends(3)]),
 }
-
-
-async def asked_until_called(running: Bench, broken: Tampered, method: str, expected: Stream) -> Stream:
-    """The first answer for which the broken worker was called. All are as they should be."""
-    for _ in range(50):
-        before = broken.calls[method]
-        stream = await running.generate(**LONG)
-        assert stream.token_ids == expected.token_ids
-        assert stream.text == expected.text
-        assert [message.sequence for message in stream.messages] == list(range(len(stream.messages)))
-        if broken.calls[method] > before:
-            return stream
-    raise AssertionError("the broken worker was never called")
 
 
 @LANES
