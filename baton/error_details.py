@@ -75,7 +75,8 @@ def from_rpc_error(error: FailedCall) -> BatonError:
     message = error.details() or ""
     known = _class_of(details.info)
     restored = _restore(known or _foreign_class(error.code(), message), message or error.code().name, details)
-    restored.is_bare = known is None
+    if known is None:
+        restored.is_bare = True
     restored.stage = details.info.metadata.get("stage", "")
     restored.worker_id = details.info.metadata.get("worker_id", "")
     return restored

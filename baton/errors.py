@@ -268,21 +268,6 @@ class InvalidReply(EngineFailed):
     reason = "INVALID_REPLY"
 
 
-class DoubtedRefusal(InvalidReply):
-    """A worker alone refuses a request, and nothing shows that the request is to blame: another one may answer.
-
-    If no other one does, the caller gets the refusal that its other parent is.
-    """
-
-
-class DoubtedRequest(InvalidRequest, DoubtedRefusal):
-    """An InvalidRequest that is doubted."""
-
-
-class DoubtedFeature(Unsupported, DoubtedRefusal):
-    """An Unsupported that is doubted."""
-
-
 class DeviceFailed(EngineFailed):
     """A GPU reported an error, after which its process can compute nothing: the worker ends, and must be restarted."""
 

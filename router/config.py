@@ -123,6 +123,12 @@ class RetryConfig(Section):
     answer_seconds: float = Field(
         default=10.0, gt=0, description="For an idle worker to answer, more for a busy one; then another one is asked."
     )
+    silence_seconds: float = Field(
+        default=60.0,
+        ge=0,
+        description="Without a token of an answer, on a worker where no request waits, before another one continues it;"
+        " 0 waits until its deadline.",
+    )
 
 
 class RoutingConfig(Section):

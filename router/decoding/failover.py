@@ -2,7 +2,6 @@
 
 from baton.errors import (
     BatonError,
-    DoubtedRefusal,
     EmbeddingLost,
     HandoffLost,
     LayoutMismatch,
@@ -14,7 +13,7 @@ from baton.errors import (
 from router.decoding.state import ExecutionState
 from router.moving.decodes import Yielded
 from router.routing.policy import Placement
-from router.routing.retry import Attempts
+from router.routing.retry import Attempts, DoubtedRefusal
 from router.telemetry import metrics
 from router.workers.calls import RETRYABLE
 from router.workers.handle import WorkerHandle

@@ -107,6 +107,13 @@ class ExecutionState(Waiting):
     def answer_seconds(self) -> float:
         return self.retries.answer_seconds(self.ctx.deadline.remaining_seconds)
 
+    def silence_seconds(self) -> float:
+        # While the client is behind, its worker is paused.
+        return self.retries.silence_seconds if self.stream.lane.is_writable else 0.0
+
+    def num_tokens(self) -> int:
+        return len(self.completion.token_ids)
+
     def another_can(self, worker: WorkerRecord) -> bool:
         """True if the call can be given up: another worker could answer, or the answer is complete without its end."""
         if self.completion.finished is not None:

@@ -3,7 +3,7 @@
 import asyncio
 import random
 
-from baton.errors import BatonError, DoubtedRefusal, Draining, Overloaded
+from baton.errors import BatonError, Draining, InvalidReply, InvalidRequest, Overloaded, Unsupported
 from discovery.backoff import Backoff
 from engine_protocol.roles import Role
 from router.config import RetryConfig
@@ -16,6 +16,21 @@ _FIRST_PAUSE_SECONDS = 0.05
 _LONGEST_PAUSE_SECONDS = 2.0
 _JITTER = 1.25
 _SHORTEST_ANSWER_SECONDS = 2.0
+
+
+class DoubtedRefusal(InvalidReply):
+    """A worker alone refuses a request, and nothing shows that the request is to blame: another one may answer.
+
+    If no other one does, the caller gets the refusal that its other parent is.
+    """
+
+
+class DoubtedRequest(InvalidRequest, DoubtedRefusal):
+    """An InvalidRequest that is doubted."""
+
+
+class DoubtedFeature(Unsupported, DoubtedRefusal):
+    """An Unsupported that is doubted."""
 
 
 class RetryBudget:
@@ -57,6 +72,7 @@ class Retries:
         self._max_attempts = config.max_attempts
         self.wait_seconds = config.wait_seconds
         self.reattach_seconds = config.reattach_seconds
+        self.silence_seconds = config.silence_seconds
         self._answer_seconds = config.answer_seconds
         self._budget = RetryBudget(config.budget_ratio, config.budget_floor)
 

@@ -10,8 +10,6 @@ from baton.errors import (
     BatonError,
     Cancelled,
     DeadlineExceeded,
-    DoubtedFeature,
-    DoubtedRequest,
     EngineFailed,
     HandoffLost,
     InvalidReply,
@@ -29,6 +27,7 @@ from baton.errors import (
 from baton.inference.v1 import embed_pb2, generate_pb2
 from discovery.record import WorkerRecord
 from engine_protocol.fault_injection import FAULT_KEY
+from router.routing.retry import DoubtedFeature, DoubtedRequest
 from router.telemetry import metrics
 from router.workers.handle import WorkerHandle
 

@@ -28,10 +28,19 @@ class Waiting:
     asked_at: float | None = None
     awaits_answer = False
     tokens = 0
+    seen_tokens = -1  # of an answer that has begun, when it was last looked at
 
     def answer_seconds(self) -> float:
         """The seconds that an idle worker may take to answer."""
         raise NotImplementedError
+
+    def silence_seconds(self) -> float:
+        """The seconds that an answer which has begun may stand still; 0 while it may do so for ever."""
+        return 0.0
+
+    def num_tokens(self) -> int:
+        """The tokens of the answer until now."""
+        return 0
 
     def another_can(self, worker: WorkerRecord) -> bool:
         """True if another worker could answer instead of this one."""
@@ -93,6 +102,7 @@ class WaitingCalls:
     def __init__(self, backlog: Callable[[], Backlog]) -> None:
         self._backlog = backlog
         self._calls: dict[InterruptibleCall, None] = {}
+        self._looked_at = monotonic()
 
     def interruptible(self, waiting: Waiting | None = None) -> InterruptibleCall:
         """A call whose body is stopped with Unavailable if the worker is found to hang.
@@ -111,16 +121,22 @@ class WaitingCalls:
         if not self._calls:
             return
         now, left, backlog = monotonic(), _ASKED_AT_ONCE, self._backlog()
+        unseen_seconds, self._looked_at = now - self._looked_at, now
         for call in tuple(self._calls):
             waiting = call.waiting
-            if waiting is None or not waiting.awaits_answer:
+            if waiting is None:
                 continue
+            if waiting.awaits_answer:
+                patience_seconds = _patience_seconds(waiting, backlog)
+            elif not (patience_seconds := _silence_seconds(waiting, backlog, unseen_seconds)):
+                waiting.asked_at = None
             if waiting.asked_at is None:
                 waiting.asked_at = now
-            elif now > waiting.asked_at + _patience_seconds(waiting, backlog) and left:
+            elif now > waiting.asked_at + patience_seconds and left:
                 left -= 1
                 if waiting.another_can(backlog.record):
-                    call.interrupt(InvalidReply(f"no answer for {now - waiting.asked_at:.1f} s"))
+                    what = "answer" if waiting.awaits_answer else "token"
+                    call.interrupt(InvalidReply(f"no {what} for {now - waiting.asked_at:.1f} s"))
                 else:
                     waiting.asked_at = now  # looked at again after as long
 
@@ -130,3 +146,16 @@ def _patience_seconds(waiting: Waiting, backlog: Backlog) -> float:
     tokens = waiting.tokens + min(backlog.tokens, _MOST_WAITING * max(waiting.tokens, 1024))
     requests = min(backlog.requests, _MOST_WAITING)
     return waiting.answer_seconds() * (1 + requests) + tokens / _SLOW_TOKENS_PER_SECOND + backlog.wake_seconds
+
+
+def _silence_seconds(waiting: Waiting, backlog: Backlog, unseen_seconds: float) -> float:
+    """The seconds that an answer may stand still on a worker that is well; 0 if it does not stand still.
+
+    One that was preempted stands still while requests wait there.
+    """
+    before, waiting.seen_tokens = waiting.seen_tokens, waiting.num_tokens()
+    seconds = waiting.silence_seconds()
+    # After a pause of this process nothing is known of what has come meanwhile.
+    if waiting.seen_tokens != before or not seconds or backlog.requests or 2 * unseen_seconds > seconds:
+        return 0.0
+    return seconds + backlog.wake_seconds

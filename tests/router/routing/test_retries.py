@@ -10,10 +10,10 @@ from grpc import aio
 from support.clients.scraping import sample
 from support.cluster.in_process import FAST_ROUTER, bench, simulated
 
-from baton.errors import DoubtedFeature, Draining, Overloaded, Unavailable
+from baton.errors import Draining, Overloaded, Unavailable
 from baton.inference.v1 import generate_pb2
 from router.config import RetryConfig
-from router.routing.retry import Attempts, Retries, Stage
+from router.routing.retry import Attempts, DoubtedFeature, Retries, Stage
 
 BUDGET = 3
 FULL = Overloaded("4 requests wait already", retry_after_seconds=0.4)

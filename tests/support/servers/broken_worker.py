@@ -15,12 +15,14 @@ SEEDED = {"temperature": 1.0, "seed": 3}
 LONG = {"prompt": "hello", "sampling": SEEDED, "stopping": {"max_tokens": 60}}
 PATIENT = FAST_ROUTER.model_copy(update={"retry": RetryConfig(wait_seconds=0)})
 # Long enough for a healthy worker on a busy machine.
-IMPATIENT = FAST_ROUTER.model_copy(update={"retry": RetryConfig(answer_seconds=3.0, wait_seconds=0)})
+IMPATIENT = FAST_ROUTER.model_copy(
+    update={"retry": RetryConfig(answer_seconds=3.0, silence_seconds=3.0, wait_seconds=0)}
+)
 
 
 def router_for(name: str) -> RouterConfig:
     """One that waits for answers, unless they are not to come."""
-    return IMPATIENT if name == "silence" else PATIENT
+    return IMPATIENT if name.startswith("silence") else PATIENT
 
 
 def tokens(*ids: int) -> decode_pb2.DecodeResponse:

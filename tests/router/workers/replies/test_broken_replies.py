@@ -149,6 +149,7 @@ DECODES: dict[str, Callable[[], Callable[[Any], Iterable[Reply]]]] = {
     "tokens outside": after(5, lambda _: [tokens(OUTSIDE, 5, 6)]),
     "a token outside at once": at_once(lambda _: [tokens(OUTSIDE)]),
     "silence": at_once(lambda _: [SILENCE]),
+    "silence after tokens": after(5, lambda _: [SILENCE]),
     "invalid argument later": after(5, lambda _: [Ends(3)]),
 }
 
