@@ -11,14 +11,14 @@ from h2.settings import SettingCodes
 from support.clients.kserve_call import text_request
 from support.clients.openai_api import openai_bench
 from support.clients.scraping import since
-from support.cluster.in_process import PATIENT, Bench, simulated
+from support.cluster.in_process import PATIENT, Bench, bench, simulated
 from support.eventually import eventually
 from support.http2.client import RawClient, raw_client
 from support.lifetimes import in_one_task
 
 from baton.inference.v1 import generate_pb2, image_pb2
 from baton_http2.limits import Http2Limits
-from router.config import ClientConnections, LimitsConfig, OpenAIConfig
+from router.config import ClientConnections, LimitsConfig, OpenAIConfig, RetryConfig
 
 TOKENS = 20_000
 CLIENTS = 20
@@ -41,8 +41,8 @@ async def running() -> AsyncIterator[Bench]:
     engines = {"decode_step_seconds": 0.001, "num_blocks": 16_384, "draw_step_seconds": 0.001, "embed_dimensions": 4096}
     roles = [("w1", "prefill", "decode"), ("f1", "diffuse"), ("e1", "embed")]
     workers = [simulated(*each, **engines) for each in roles]
-    async with in_one_task(openai_bench(*workers, router=ROUTER)) as bench:
-        yield bench
+    async with in_one_task(openai_bench(*workers, router=ROUTER)) as opened:
+        yield opened
 
 
 def _kserve() -> Message:
@@ -138,3 +138,24 @@ async def test_http_connections_that_are_not_read_are_ended(running: Bench, path
     finally:
         for each in clients:
             each.close()
+
+
+async def test_an_answer_that_stands_still_for_its_client_stays_on_its_worker() -> None:
+    faults = since("baton_router_worker_faults_total", stage="decode")
+    config = PATIENT.model_copy(
+        update={"limits": LimitsConfig(max_waiting_tokens=8), "retry": RetryConfig(silence_seconds=2.0)}
+    )
+    workers = [simulated(name, "decode", num_blocks=16_384) for name in ("w1", "w2")]
+    async with bench(*workers, router=config) as running, raw_client(running.address) as client:
+        client.connection.update_settings({SettingCodes.INITIAL_WINDOW_SIZE: 0})
+        await ask(client, *CALLS["Generate"])
+        await client.flush()
+        answering = asyncio.create_task(client.answer())
+        handles = running.cluster.workers
+        await eventually(lambda: any(one.calls._calls for one in handles))
+        [one] = [one for one in handles if one.calls._calls]
+        begun = one.calls._looked_at
+        await eventually(lambda: one.calls._looked_at > begun + 6.0)
+        assert one.calls._calls
+        assert faults.grown == 0
+        answering.cancel()
