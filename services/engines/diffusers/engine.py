@@ -14,7 +14,7 @@ from runtime.clock import monotonic
 from services.engines.base import ClipRules, DrawingRules, ModelFacts
 from services.engines.diffusers.config import DiffusionConfig
 from services.engines.diffusers.files import HAS_MP4
-from services.engines.diffusers.pipeline import Pipeline, fingerprint
+from services.engines.diffusers.pipeline import Pipeline, fingerprint, follow
 from services.engines.diffusers.ranks import REFUSALS, open_group
 from services.engines.diffusion import Clip, Drawing, Picture, Step
 from services.engines.kv import embedding_layout
@@ -225,7 +225,7 @@ class DiffusersEngine(PyTorchPart[DiffusionConfig, DiffusionLoop]):
     def _load(self) -> None:
         if self._config.threads is not None:
             torch.set_num_threads(self._config.threads)
-        self._group = open_group(self._config)
+        self._group = open_group(self._config, follow)
         try:
             with torch.inference_mode():
                 self._pipeline = Pipeline(self._config, device_named(self._config.device), self._group)

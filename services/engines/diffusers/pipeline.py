@@ -3,7 +3,9 @@
 import inspect
 import json
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import replace
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -13,14 +15,17 @@ import torch
 from diffusers.image_processor import VaeImageProcessor
 from PIL import Image
 
-from baton.errors import ConfigError
+from baton.errors import BatonError, ConfigError
 from services.engines.diffusers.config import DiffusionConfig
 from services.engines.diffusers.files import png, written
-from services.engines.diffusers.ranks import Group
+from services.engines.diffusers.ranks import Follower, Group
 from services.engines.diffusers.split import split
 from services.engines.diffusers.tea_cache import TeaCache
 from services.engines.diffusion import Clip, Drawing, Picture
 from services.engines.pytorch.model import checkpoint
+from services.engines.pytorch.model.loading import device_named
+from services.engines.pytorch.parallel.processes import enter_process, leave_process
+from services.engines.pytorch.parallel.shards import Shard
 
 _INDEX = "model_index.json"
 _NEEDED = ("prompt", "num_inference_steps", "generator", "callback_on_step_end", "height", "width")
@@ -258,3 +263,24 @@ def _place(pipeline: Any, config: DiffusionConfig, device: torch.device) -> None
             pipeline.enable_group_offload(device, offload_type="leaf_level", use_stream=True)
         case _:
             pipeline.to(device)
+
+
+def follow(shard: Shard, config: DiffusionConfig, meeting: Path, pipe: Connection) -> None:
+    """Draws what rank 0 draws, until it says that this is the end, or ends."""
+    enter_process()
+    if config.threads is not None:
+        torch.set_num_threads(config.threads)
+    device = device_named(config.device)
+    if device.type == "cuda":
+        device = torch.device("cuda", shard.rank)
+        torch.cuda.set_device(device)
+    with torch.inference_mode(), suppress(EOFError, OSError):  # rank 0 has ended
+        try:
+            pipeline = Pipeline(config, device, Follower(shard, meeting, pipe))
+        except (BatonError, RuntimeError) as error:
+            pipe.send(str(error))
+            return
+        while (drawings := pipe.recv()) is not None:
+            pipeline.follow(drawings)
+    if device.type == "cuda":
+        leave_process()

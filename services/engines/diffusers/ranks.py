@@ -1,20 +1,20 @@
 """The processes that draw each picture together, with a part of the networks each; rank 0, the engine's, decides."""
 
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Protocol
 
 import torch
 
-from baton.errors import BatonError, ConfigError, EngineFailed
+from baton.errors import ConfigError, EngineFailed
 from services.engines.diffusers.config import DiffusionConfig
 from services.engines.diffusion import Drawing
 from services.engines.pytorch.model.loading import device_named
 from services.engines.pytorch.parallel.followers import LOAD_SECONDS
 from services.engines.pytorch.parallel.joining import SameHost, join
-from services.engines.pytorch.parallel.processes import RankProcesses, enter_process, leave_process
+from services.engines.pytorch.parallel.processes import Follow, RankProcesses
 from services.engines.pytorch.parallel.ranks import OneRank, Ranks
 from services.engines.pytorch.parallel.shards import FIELD, WHOLE, Shard
 
@@ -82,7 +82,7 @@ class Alone:
 class Leader:
     """Rank 0 of a Group, which starts the others' processes."""
 
-    def __init__(self, config: DiffusionConfig) -> None:
+    def __init__(self, config: DiffusionConfig, follow: Follow) -> None:
         size = config.tensor_parallel_size
         if device_named(config.device).type == "cuda" and torch.cuda.device_count() < size:
             found = torch.cuda.device_count()
@@ -185,29 +185,6 @@ class Follower:
         """No-op."""
 
 
-def open_group(config: DiffusionConfig) -> Group:
-    """Returns the group, as its first rank."""
-    return Alone() if config.tensor_parallel_size == 1 else Leader(config)
-
-
-def follow(shard: Shard, config: DiffusionConfig, meeting: Path, pipe: Connection) -> None:
-    """Draws what rank 0 draws, until it says that this is the end, or ends."""
-    from services.engines.diffusers.pipeline import Pipeline
-
-    enter_process()
-    if config.threads is not None:
-        torch.set_num_threads(config.threads)
-    device = device_named(config.device)
-    if device.type == "cuda":
-        device = torch.device("cuda", shard.rank)
-        torch.cuda.set_device(device)
-    with torch.inference_mode(), suppress(EOFError, OSError):  # rank 0 has ended
-        try:
-            pipeline = Pipeline(config, device, Follower(shard, meeting, pipe))
-        except (BatonError, RuntimeError) as error:
-            pipe.send(str(error))
-            return
-        while (drawings := pipe.recv()) is not None:
-            pipeline.follow(drawings)
-    if device.type == "cuda":
-        leave_process()
+def open_group(config: DiffusionConfig, follow: Follow) -> Group:
+    """Returns the group, as its first rank. The others run `follow`."""
+    return Alone() if config.tensor_parallel_size == 1 else Leader(config, follow)
