@@ -32,7 +32,7 @@ from services.server import host_worker
 
 MODEL = "leftovers"
 REFUSED_TENANT = "refused"
-_WORKERS = ("encode-0", "prefill-0", "prefill-1", "decode-0", "decode-1")
+_WORKERS = ("encode-0", "prefill-0", "prefill-1", "decode-0", "decode-1", "embed-0", "diffuse-0")
 
 Command = Literal["heap", "tasks", "watch", "garbage"]
 
@@ -65,7 +65,7 @@ class Cluster:
 
 @asynccontextmanager
 async def running_cluster(server: ServerKind) -> AsyncIterator[Cluster]:
-    """A router, and one encode, two prefill and two decode workers, on this kind of server."""
+    """A router, two prefill and two decode workers, and one of each other role, on this kind of server."""
     async with child(_run_workers, server) as (workers, _):
         records = await received(workers)
         async with child(_run_router, server, records) as (router, _):

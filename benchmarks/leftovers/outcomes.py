@@ -14,7 +14,7 @@ from support.clients.kserve_call import text_request
 from support.images.pictures import picture
 
 from baton.connection.credentials import TENANT_KEY
-from baton.inference.v1 import generate_pb2, inference_service_pb2_grpc
+from baton.inference.v1 import generate_pb2, image_pb2, image_pb2_grpc, inference_service_pb2_grpc
 from baton.kserve import inference_pb2
 from benchmarks.leftovers.cluster import MODEL, REFUSED_TENANT, Cluster
 from engine_protocol.fault_injection import FAULT_KEY
@@ -168,6 +168,22 @@ async def _left(clients: Clients) -> str:
     return "left"
 
 
+def _picture(fault: str = "", is_left: bool = False, timeout: float = 30, steps: int = 2) -> Act:
+    async def act(clients: Clients) -> str:
+        options = image_pb2.ImageOptions(prompt="a red circle", width=32, height=32, steps=steps)
+        request = image_pb2.ImageServiceGenerateRequest(model=MODEL, options=options)
+        stub = image_pb2_grpc.ImageServiceStub(clients.channel)
+        call = stub.Generate(request, metadata=_metadata(fault), timeout=timeout)
+        if is_left:
+            await asyncio.sleep(_HUNG_SECONDS)
+            call.cancel()
+        async for _ in call:
+            pass
+        return (await call.code()).name
+
+    return _status_of(act)
+
+
 def _kserve(model: str = MODEL) -> Act:
     request = text_request("hello", model=model)
     request.parameters["max_tokens"].int64_param = _TOKENS
@@ -256,15 +272,20 @@ OUTCOMES: Sequence[Outcome] = (
     _outcome(
         "answered, OpenAI's responses", _openai(path="/v1/responses", input="hello", max_output_tokens=_TOKENS), "200"
     ),
+    _outcome("answered, OpenAI's embeddings", _openai(path="/v1/embeddings", input="hello"), "200"),
+    _outcome("answered, a picture", _picture(), "OK"),
     _outcome("cancelled at once", _cancelled(""), "CANCELLED"),
     *(_outcome(f"cancelled in {name}", _cancelled(fault), "CANCELLED") for name, fault in STAGES.items()),
     _outcome("cancelled in encode", _cancelled("hang@encode", make=_with_image), "CANCELLED"),
+    _outcome("cancelled in diffuse", _picture("hang@diffuse", is_left=True), "CANCELLED"),
     _outcome("cancelled, OpenAI", _openai(is_left=True, stream=True, max_tokens=4000), "left"),
     _outcome("cancelled by id in prefill", _stopped("hang@prefill"), "CANCELLED", "NOT_FOUND"),
     _outcome("cancelled by id in decode", _stopped("hang@decode:4"), "CANCELLED", "NOT_FOUND"),
     _outcome("cancelled with its connection", _left, "left"),
     *(_outcome(f"late in {name}", _late(fault), "DEADLINE_EXCEEDED") for name, fault in STAGES.items()),
     _outcome("late in encode", _late("hang@encode", make=_with_image), "DEADLINE_EXCEEDED"),
+    _outcome("late in diffuse", _picture("hang@diffuse", timeout=_HUNG_SECONDS), "DEADLINE_EXCEEDED"),
+    _outcome("refused: a picture", _picture(steps=1_000_000), "INVALID_ARGUMENT"),
     _outcome("refused: unknown model", _generate(model="unknown"), "NOT_FOUND"),
     _outcome("refused: too long", _generate(prompt="x" * 20_000), "INVALID_ARGUMENT"),
     _outcome("refused: an option", _generate(sampling={"top_p": 7.0}), "INVALID_ARGUMENT"),
@@ -282,6 +303,7 @@ OUTCOMES: Sequence[Outcome] = (
         )
         for name, fault in _LOST.items()
     ),
+    _outcome("failed in diffuse", _picture("drop@diffuse;attempt=any"), "UNAVAILABLE"),
     _outcome("failed, unary", _unary(_LOST["decode"], tokens=16), "UNAVAILABLE"),
     _outcome("migrated in prefill", _generate("drop@prefill"), *_MIGRATED),
     _outcome("migrated in prefill, twice", _generate("drop@prefill;attempt=any"), *_MIGRATED),

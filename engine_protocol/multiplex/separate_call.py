@@ -3,7 +3,7 @@
 from collections.abc import AsyncIterator, Awaitable
 from typing import Any, Generic, Protocol, TypeVar
 
-from baton.calls import stream
+from baton.calls import cancel, stream
 from engine_protocol.lane import TokenSink
 
 Response = TypeVar("Response", covariant=True)
@@ -45,11 +45,11 @@ class SeparateCall(AsyncIterator[Response], Generic[Response]):
     def stop(self) -> None:
         """Cancels the call; its reader, which is the caller of this, finds its end."""
         self._is_stopped = True
-        self._call.cancel()
+        cancel(self._call)
 
     def cancel(self) -> None:
         """Cancels the call, whose reader gets to know it as an error."""
-        self._call.cancel()
+        cancel(self._call)
 
     async def aclose(self) -> None:
         """Cancels the call, if it runs."""

@@ -118,9 +118,19 @@ class AdmissionController:
     async def ask_due(self) -> None:
         """Asks the homes for places once, where that is due."""
         now = self.clock()
+        if self._peers.count == 1:
+            # No answer of a home wakes what waits.
+            for queue in self._queues.values():
+                queue.update()
         due = [key for key, places in self._places.items() if places.is_due(now)]
         if due:
             await asyncio.gather(*(self._ask_places(*key) for key in due))
+
+    def routers_changed(self) -> None:
+        """Tells the homes soon what this router holds, or uses what is its own now."""
+        for places in self._places.values():
+            places.changed()
+        self._needs_places.set()
 
     async def _ask_places(self, model: str, role: str) -> None:
         lend = partial(self.lend_places, THIS_ROUTER, routers=self._peers.routers)
@@ -132,8 +142,11 @@ class AdmissionController:
         limit = self._limit(ask.model, ask.role)
         if not limit or self._peers.home(key) != THIS_ROUTER:
             return _NOT_HOME
-        loan = self._lenders.of(key, self._peers.home_since(key)).lend(borrower, ask, limit, routers)
+        lender = self._lenders.of(key, self._peers.home_since(key))
         own = self._queues.get((ask.model, ask.role))
+        # While it was alone it asked for none.
+        lender.hold_here(max(own.running, self._places[ask.model, ask.role].held) if own is not None else 0)
+        loan = lender.lend(borrower, ask, limit, routers)
         if borrower != THIS_ROUTER and own is not None and own.waiting:
             self._places[ask.model, ask.role].changed()  # it may have given back what this router waits for
         return loan

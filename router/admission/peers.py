@@ -19,6 +19,10 @@ class Peers(Protocol):
     def routers(self) -> frozenset[str]:
         """Their names; this one's is THIS_ROUTER too."""
 
+    @property
+    def knows_others(self) -> bool:
+        """True once the registry has shown this router its own record, and with it all that came before."""
+
     def home(self, key: str) -> str:
         """The router that is the home of a key; THIS_ROUTER for this one."""
 
@@ -46,6 +50,7 @@ class NoPeers:
 
     count = 1
     routers = frozenset({THIS_ROUTER})
+    knows_others = True
 
     def home(self, key: str) -> str:
         """This router."""

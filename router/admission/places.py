@@ -20,9 +20,9 @@ from router.routing.latency import Clock
 from runtime.clock import monotonic
 
 IDLE_SECONDS, BUSY_SECONDS, CONTENDED_SECONDS = 1.0, 0.2, 0.05  # between two asks
-_SETTLING_SECONDS = 1.5  # for which a new home lends no more than is told: routers tell what they hold
+_SETTLING_SECONDS = 1.5  # for which a new home lends no more than is told, unless all routers have told
 _RECENT_SECONDS = 3.0  # for which a router's wish counts
-_UNREACHABLE_SECONDS = 1.0  # then a router has its part of the places
+_UNREACHABLE_SECONDS = 1.0  # then a router has its part of the places, or all of them while it sees no other
 _SPARE_PART = 4  # of a router's even part, which it keeps beyond what it needs while no other router waits
 _YIELDED_PART = 8  # of a router's places, in one ask
 _MOST_TENANTS = 1024  # of whom an ask tells
@@ -58,6 +58,10 @@ class PlaceLender:
             self._counters.clear()
             self._began = since
 
+    def hold_here(self, places: int) -> None:
+        """Notes the places that the home itself has."""
+        self._holders.setdefault(THIS_ROUTER, _Holder()).places = places
+
     def lend(self, borrower: str, ask: peer_pb2.PlacesAsk, limit: int, routers: frozenset[str]) -> peer_pb2.PlacesLoan:
         """Answers the ask of a router. Places of those that are no longer registered are free."""
         now = self._clock()
@@ -76,7 +80,9 @@ class PlaceLender:
             # So that its next requests need not wait for an answer.
             wanted += max(1, limit // (_SPARE_PART * len(routers)))
         places = min(held, wanted)
-        if wanted > held and free > 0 and may_grow and now >= self._began + _SETTLING_SECONDS:
+        # `routers` has this one by two names.
+        is_settled = now >= self._began + _SETTLING_SECONDS or len(self._holders) >= len(routers) - 1
+        if wanted > held and free > 0 and may_grow and is_settled:
             places = held + min(wanted - held, -(-free // (1 + len(rivals))))
         elif free <= 0:
             places = max(0, min(places, held - surplus, held + free))
@@ -133,8 +139,10 @@ class SharedPlaces:
         self._ask_at = 0.0
 
     def usable(self, limit: int) -> int:
-        """Those that are lent; all without other routers."""
+        """Those that are lent; all without other routers, and none for a moment while those are unknown."""
         if self._peers.count == 1:
+            if not self._peers.knows_others and self._clock() - self._answered_at <= _UNREACHABLE_SECONDS:
+                return min(limit, self._usable)
             self._held = self._usable = limit
             return limit
         if self._clock() - self._answered_at > _UNREACHABLE_SECONDS:

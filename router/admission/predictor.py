@@ -89,7 +89,7 @@ class LatencyPredictor:
         ]
         decode = [worker for worker in workers if "decode" in worker.record.roles]
         prefill = [worker for worker in workers if "prefill" in worker.record.roles] or decode
-        prompts = [_prompt_seconds(worker, estimate.prompt_tokens) for worker in prefill]
+        prompts = [worker.latency.prompts.seconds(estimate.prompt_tokens) for worker in prefill]
         tokens = [_token_seconds(worker, self._tokens(estimate)) for worker in decode]
         # Those that sleep have not been measured for long.
         waking = min((worker.wake_seconds for worker in decode), default=0.0)
@@ -117,12 +117,6 @@ class LatencyPredictor:
     def _tokens(self, estimate: RequestEstimate) -> float:
         lengths = self._lengths.get(estimate.model) or _Lengths(self._clock)
         return lengths.tokens(estimate.max_tokens)
-
-
-def _prompt_seconds(worker: MeasuredWorker, prompt_tokens: int) -> float | None:
-    prompts = worker.latency.prompts
-    speed = prompts.per_second
-    return None if speed is None else (prompts.waiting_tokens + prompt_tokens) / speed
 
 
 def _token_seconds(worker: MeasuredWorker, tokens: float) -> float | None:

@@ -52,6 +52,8 @@ class DiffuseCall(RoleCall[None]):
         self._waiting = waiting
 
     async def run(self, worker: WorkerHandle, seconds: float, metadata: Metadata) -> None:
+        # In a variable: as an attribute it would be a cycle, since it refers to this call.
+        waiting, self._waiting = self._waiting, None
         indexes, request = list(self._left), diffuse_pb2.DiffuseRequest()
         self._frames.clear()
         request.CopyFrom(self._request)
@@ -60,8 +62,8 @@ class DiffuseCall(RoleCall[None]):
         stub = worker.stub(diffuse_pb2_grpc.DiffuseServiceStub)
         async with aclosing(stream(stub.Diffuse(request, timeout=seconds, metadata=metadata))) as responses:
             async for response in responses:
-                if self._waiting is not None:
-                    self._waiting.asked_at = None  # it has just answered
+                if waiting is not None:
+                    waiting.asked_at = None  # it has just answered
                 await self._send(self._checked(response, indexes))
         if self._left:
             raise InvalidReply(f"the stream ended before {len(self._left)} of the pictures were drawn")

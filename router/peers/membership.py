@@ -51,6 +51,7 @@ class RegisteredPeers:
         self._homes: dict[str, str] = {}
         self._since: dict[str, float] = {}
         self._has_view = False
+        self.knows_others = False  # by a view that has this router's own record
         # The latest first: since when which routers were registered.
         self._views: deque[tuple[float, tuple[str, ...]]] = deque([(-math.inf, (own.worker_id,))], _MOST_VIEWS)
         self.changed: Callable[[], None] = lambda: None
@@ -98,11 +99,12 @@ class RegisteredPeers:
             if name not in self._links:
                 self._links[name] = self._connect(record)
         routers = tuple(sorted(homes | own))
-        if not self._has_view and homes:
+        is_new = is_registered and not self.knows_others
+        if is_new and homes:
             # What they did before this router came is unknown.
             self._views.clear()
-        if not self._has_view:
-            self._has_view = True
+        if is_new or not self._has_view:
+            self._has_view, self.knows_others = True, is_registered
             self.changed()
         members = {name for name in homes if QUOTAS in others[name].capabilities}
         self.quorum.set_members(members | {self.own.worker_id} if is_registered else members)

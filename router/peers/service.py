@@ -164,6 +164,7 @@ async def serve_peers(
         )
         for name, work in works:
             stack.callback(group.create_task(lasting(name, work)).cancel)
+        peers.changed = admission.routers_changed
         health = Health()
         servicer = PeerServicer(peers, admission, find_records)
         server = await stack.enter_async_context(

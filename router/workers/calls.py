@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 from opentelemetry.trace import SpanContext, SpanKind
 from typing_extensions import Self
 
-from baton.calls import unary
+from baton.calls import cancel, unary
 from baton.engine.v1 import decode_pb2, handoff_pb2, prefill_pb2, prompt_pb2
 from baton.errors import (
     BatonError,
@@ -177,7 +177,7 @@ class WorkerCalls:
                 try:
                     sent()
                 except BaseException:
-                    call.cancel()
+                    cancel(call)
                     raise
                 answer: Awaitable[prefill_pb2.PrefillResponse] = unary(call)
                 response = await answer_of(answer, worker, self._ctx.call_id, waiting)

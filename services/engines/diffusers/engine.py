@@ -14,8 +14,9 @@ from runtime.clock import monotonic
 from services.engines.base import ClipRules, DrawingRules, ModelFacts
 from services.engines.diffusers.config import DiffusionConfig
 from services.engines.diffusers.files import HAS_MP4
+from services.engines.diffusers.leader import open_group
 from services.engines.diffusers.pipeline import Pipeline, fingerprint
-from services.engines.diffusers.ranks import REFUSALS, open_group
+from services.engines.diffusers.ranks import REFUSALS
 from services.engines.diffusion import Clip, Drawing, Picture, Step
 from services.engines.kv import embedding_layout
 from services.engines.pytorch.batch_loop import BatchJob, BatchLoop

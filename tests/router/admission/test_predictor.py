@@ -115,3 +115,19 @@ def test_a_worker_that_is_awake_needs_no_time_to_wake() -> None:
     sleeping.wake_seconds = 9.0
     predicting.forecast = LatencyPredictor(StaticFleet([*predicting.workers, sleeping]), predicting.clock)
     assert predicting.seconds(prompt=1000, max_tokens=1) == pytest.approx(1.0)
+
+
+def test_a_flood_of_tiny_prompts_makes_no_other_request_hopeless() -> None:
+    predicting = Predicting()
+    predicting.learn(max_tokens=None, generated=1)
+    clock, prompts = predicting.clock, predicting.workers[0].latency.prompts
+    clock.advance(60)
+    for _ in range(200):
+        flood = [prompts.begin(4) for _ in range(2)]
+        clock.advance(0.3)
+        for one in flood:
+            prompts.end(one, is_done=True)
+        predicting.workers[1].latency.token_seconds.add(0.1)
+    predicting.learn(max_tokens=None, generated=1)
+    assert 0.1 < (predicting.seconds(prompt=100) or 0.0) < 1.0
+    assert 0.1 < (predicting.seconds(prompt=3000) or 0.0) < 1.0

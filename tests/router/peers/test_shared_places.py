@@ -9,12 +9,14 @@ from dataclasses import dataclass, field, replace
 
 import pytest
 from support.router.contexts import request_context
-from support.router.fleets import Fleet
+from support.router.fleets import Fleet, record
 
 from baton.errors import BatonError
+from router.admission.places import key_of
 from router.admission.predictor import RequestEstimate
 from router.admission.queue import AdmissionQueue
 from router.config import AdmissionConfig, Fairness
+from router.peers.quorum import score
 from router.qos import RequestQos
 
 PLACES, STEP = 16, 0.05
@@ -128,6 +130,88 @@ async def test_places_go_to_where_the_requests_are() -> None:
                 break
         assert traffic.fleet.clock() - began < 6.0, "four rounds of a second each, on all places"
     assert traffic.most == PLACES
+
+
+@pytest.mark.parametrize("first_known", [(), ("r0",), ("r1",)])
+async def test_two_routers_that_start_at_once_overfill_no_worker(first_known: tuple[str, ...]) -> None:
+    """Each takes itself for the only one until the registry has shown it the other one."""
+    starting = fleet(0)
+    starting.late = {"r0", "r1"}
+    for name in ("r0", "r1"):
+        starting.start(name).peers.update(())
+    traffic = Traffic(starting)
+    for name in ("r0", "r1"):
+        for _ in range(PLACES * 4):
+            traffic.send(name, "acme")
+    await traffic.step()
+    assert traffic.running == 0
+    for name in first_known:
+        # Its view is of the moment before the other one was registered.
+        starting.routers[name].peers.update([record(name)])
+        await traffic.step()
+        assert traffic.running == PLACES
+    # Of two views that arrive one after the other, the second may be late.
+    for name in ("r1", "r0"):
+        starting.late.discard(name)
+        starting.see()
+        await traffic.step()
+    began = starting.clock()
+    while traffic.running < PLACES and starting.clock() - began < 2.0:
+        await traffic.step()
+    assert traffic.running == PLACES
+    assert starting.clock() - began < 0.5, "both have told what they hold"
+    for _ in range(100):
+        await traffic.step()
+    assert traffic.most == PLACES
+    traffic.cancel_all()
+
+
+async def test_a_router_that_sees_no_other_one_has_all_places_once_it_is_registered_or_after_a_moment() -> None:
+    for is_registered in (True, False):
+        lone = fleet(0)
+        lone.late = set() if is_registered else {"r0"}
+        lone.start("r0")
+        traffic = Traffic(lone)
+        for _ in range(PLACES):
+            traffic.send("r0", "acme", 60.0)
+        began = lone.clock()
+        while traffic.running < PLACES and lone.clock() - began < 3.0:
+            await traffic.step()
+        assert traffic.running == PLACES
+        assert lone.clock() - began <= (0.05 if is_registered else 1.2)
+        traffic.cancel_all()
+
+
+async def test_a_router_that_was_alone_lends_no_place_that_its_own_requests_use() -> None:
+    traffic = Traffic(fleet(1))
+    for _ in range(PLACES):
+        traffic.send("r0", "acme", 60.0)
+    await traffic.step()
+    key = key_of("m", "decode")
+    other = next(name for name in map(str, range(100)) if score(key, "r0") > score(key, name))
+    joined = traffic.fleet.start(other)
+    traffic.send(other, "acme")
+    for _ in range(3):
+        await _settle()
+        # Its question is the first that the home gets.
+        await joined.admission.ask_due()
+    await _settle()
+    assert traffic.most == PLACES
+    traffic.cancel_all()
+
+
+async def test_what_waits_at_the_last_router_is_admitted_when_the_other_one_is_gone() -> None:
+    traffic = Traffic(fleet(2))
+    for name in ("r0", "r1"):
+        for _ in range(PLACES):
+            traffic.send(name, "acme", 60.0)
+            await traffic.step()
+    await traffic.kill("r0")
+    traffic.fleet.expire("r0")
+    for _ in range(3):
+        await traffic.step()
+    assert traffic.running == PLACES
+    traffic.cancel_all()
 
 
 @pytest.mark.parametrize("fairness", ["weighted", "none"])

@@ -1,5 +1,7 @@
 """How fast a worker computes, with a clock that the test sets."""
 
+import random
+
 import pytest
 from support.clock import ManualClock
 
@@ -84,6 +86,7 @@ def test_small_work_among_much_that_is_cancelled_predicts_the_wait_that_it_has_h
         speed.begin(10_000)
     assert speed.per_second is not None
     assert (speed.waiting_tokens + 10) / speed.per_second == pytest.approx(0.2)
+    assert speed.seconds(10) == pytest.approx(0.2)
 
 
 def test_a_bad_minute_is_forgotten_with_time() -> None:
@@ -181,3 +184,80 @@ def test_a_whole_answer_s_pace_is_the_worker_s_own_word() -> None:
     for _ in range(4):
         decoded(pace, clock).finished([stage], generated=5)
     assert pace.token_seconds.value == pytest.approx(0.1)
+
+
+def test_many_tiny_prompts_make_no_longer_one_look_hopeless() -> None:
+    """A tenant that sends them would have every other tenant's prompts refused."""
+    clock = ManualClock()
+    speed = Throughput(clock)
+    for _ in range(1000):
+        work(speed, clock, 4, 0.08)
+    assert speed.seconds(100) == pytest.approx(0.08)
+    assert speed.seconds(8000) == pytest.approx(0.08)
+    for length in (100, 8000):
+        work(speed, clock, length, 0.08 + length * 1e-5)
+        for _ in range(10):
+            work(speed, clock, 4, 0.08)
+    assert speed.seconds(100) == pytest.approx(0.08, rel=0.1)
+    assert speed.seconds(8000) == pytest.approx(0.16, rel=0.1)
+
+
+def test_a_long_prompt_that_waits_makes_none_behind_it_look_hopeless() -> None:
+    clock = ManualClock()
+    speed = Throughput(clock)
+    for _ in range(100):
+        work(speed, clock, 4, 0.08)
+    waiting = speed.begin(8000)
+    assert speed.seconds(4) == pytest.approx(0.16)
+    for _ in range(10):
+        work(speed, clock, 4, 0.08)
+        assert (speed.seconds(4) or 0.0) < 0.2
+    speed.end(waiting, is_done=False)
+    assert 0.0 < (speed.seconds(4) or 0.0) < 0.1
+
+
+def test_few_huge_prompts_make_no_tiny_one_look_slow() -> None:
+    clock = ManualClock()
+    speed = Throughput(clock)
+    for _ in range(10):
+        work(speed, clock, 50_000, 10.0)
+        work(speed, clock, 50, 0.05)
+    assert (speed.seconds(50) or 0.0) <= 0.1
+
+
+def test_the_seconds_of_a_prompt_and_of_its_tokens_are_told_apart_behind_others() -> None:
+    clock = ManualClock()
+    speed = Throughput(clock)
+    for count in (1, 20, 5, 40):
+        others = [speed.begin(4) for _ in range(count)]
+        mine = speed.begin(1000)
+        clock.advance(0.05 * (count + 1) + 1e-4 * (4 * count + 1000))
+        speed.end(mine, is_done=True)
+        for other in others:
+            speed.end(other, is_done=False)
+    assert speed.seconds(1000) == pytest.approx(0.05 + 0.1)
+    for _ in range(10):
+        speed.begin(4)
+    assert speed.seconds(2000) == pytest.approx(0.05 * 11 + 1e-4 * 2040)
+
+
+def test_prompts_of_one_length_predict_others_in_proportion() -> None:
+    clock = ManualClock()
+    speed = Throughput(clock)
+    for _ in range(4):
+        work(speed, clock, 100, 0.1)
+    assert speed.seconds(1000) == pytest.approx(1.0)
+    speed.begin(900)
+    assert speed.seconds(100) == pytest.approx(1.0)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_no_prompt_is_predicted_to_take_longer_than_by_the_mean_speed(seed: int) -> None:
+    clock, chance = ManualClock(), random.Random(seed)
+    speed = Throughput(clock)
+    assert speed.seconds(100) is None
+    for _ in range(chance.randint(4, 50)):
+        work(speed, clock, chance.choice((1, 4, chance.randint(1, 5000))), chance.expovariate(2.0))
+    assert speed.per_second is not None
+    for tokens in (1, 100, 5000, 40_000, 10**6):
+        assert 0.0 <= (speed.seconds(tokens) or 0.0) <= tokens / speed.per_second + 1e-9

@@ -33,8 +33,8 @@ def measured(
     latency = WorkerLatency(clock)
     for _ in range(4):
         if tokens_per_second:
-            begun = latency.prompts.begin(10)
-            clock.advance(10 / tokens_per_second)
+            begun = latency.prompts.begin(500)
+            clock.advance(500 / tokens_per_second)
             latency.prompts.end(begun, is_done=True)
         if token_seconds:
             latency.token_seconds.add(token_seconds)
