@@ -118,7 +118,8 @@ async def test_more_blocks_than_a_worker_has_end_its_subscription() -> None:
     def changed(reply: Event) -> Iterator[Reply]:
         for turn in range(3):
             part = {"block_hashes": HASHES[4000 * turn : 4000 * (turn + 1)]}
-            yield Event(epoch=reply.epoch, sequence=turn, **{"stored" if turn else "snapshot": part})
+            # Of a subscription that has just begun, or has run for a while.
+            yield Event(epoch=reply.epoch, sequence=reply.sequence + turn, stored=part)
 
     small = simulated("broken", "prefill", "decode", num_blocks=128)
     async with bench(PREFILL, DECODE, router=PREDICTING) as running:
