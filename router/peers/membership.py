@@ -103,17 +103,19 @@ class RegisteredPeers:
         if is_new and homes:
             # What they did before this router came is unknown.
             self._views.clear()
-        if is_new or not self._has_view:
+        is_first = is_new or not self._has_view
+        if is_first:
             self._has_view, self.knows_others = True, is_registered
-            self.changed()
         members = {name for name in homes if QUOTAS in others[name].capabilities}
         self.quorum.set_members(members | {self.own.worker_id} if is_registered else members)
-        if not self._views or routers != self._views[0][1]:
+        has_changed = not self._views or routers != self._views[0][1]
+        if has_changed:
             self._views.appendleft((self._clock(), routers))
             self._homes.clear()
             self._since.clear()
             log.info("routers of the fleet changed", routers=self.count)
             metrics.PEERS.set(self.count)
+        if has_changed or is_first:
             self.changed()
 
     def close(self) -> None:

@@ -2,7 +2,7 @@
 
 import contextlib
 import os
-import select
+import selectors
 import threading
 from collections.abc import Iterator
 
@@ -36,7 +36,10 @@ class KeepsHere:
 
 def _serve(conversation: Conversation) -> None:
     while conversation.sources:
-        select.select(conversation.sources, [], [])
+        with selectors.DefaultSelector() as selector:
+            for source in conversation.sources:
+                selector.register(source, selectors.EVENT_READ)
+            selector.select()
         conversation.serve()
 
 

@@ -204,3 +204,12 @@ def test_forty_routers_lend_all_tenants_and_each_by_one() -> None:
     which.clock.advance(10.0)
     for tenant in TENANTS:
         assert sum(one.peers.lends_since(tenant) is not None for one in which.routers.values()) == 1
+
+
+def test_who_is_told_of_a_first_view_can_read_it_at_once() -> None:
+    peers = RegisteredPeers(record("a"), lambda other: _Link(other), ManualClock())  # type: ignore[arg-type, return-value]
+    seen = list[tuple[int, bool]]()
+    peers.changed = lambda: seen.append((peers.count, peers.knows_others))
+    peers.update([record("b")])  # before the registry shows its own record
+    peers.update([record("a"), record("b")])
+    assert seen[-1] == (2, True)
