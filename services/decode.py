@@ -271,7 +271,7 @@ class Decoder:
         """
         await check_limits(self._engine.facts, work.prompt, work.sampling)
         require_lora(self._engine, work.prompt)
-        await call.awake()
+        await call.awake(has_kv=work.reservation is not None)
         await call.faults.inject("queue")
         async with self._prepared(work, call) as prepared:
             yield prepared.accepted

@@ -41,10 +41,10 @@ class RunningCall:
             self.stopped_by = error
             self._task.cancel()
 
-    async def awake(self) -> None:
-        """Waits until the engine has its memory, which it keeps until the call has ended."""
+    async def awake(self, *, has_kv: bool = False) -> None:
+        """Waits, unless the call has KV there, until the engine has its memory, which it keeps until the call ends."""
         if self._sleeper is not None:
-            await self._sleeper.enter(self)
+            await self._sleeper.enter(self, has_kv=has_kv)
 
     def end(self) -> None:
         """Notes that it runs no longer."""

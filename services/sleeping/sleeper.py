@@ -50,12 +50,13 @@ class Sleeper:
         """The load with the requests that wait for the memory."""
         return replace(load, waiting=load.waiting + len(self._waiters), wake_seconds=self.wake_seconds)
 
-    async def enter(self, user: object) -> None:
+    async def enter(self, user: object, *, has_kv: bool = False) -> None:
         """Waits until the engine has its memory, which it keeps until `leave`.
 
-        Raises Overloaded if that takes too long, and EngineFailed if it cannot have it.
+        A user that has KV in the memory does not wait, since no other worker gets the memory before it is freed. Raises
+        Overloaded if that takes too long, and EngineFailed if it cannot have it.
         """
-        if self._is_open or user in self._users:
+        if self._is_open or has_kv or user in self._users:
             self._users.add(user)
             return
         began = monotonic()
