@@ -38,8 +38,9 @@ from services.requests.decoded import Accepted, Yielded, response, tokens_respon
 from services.requests.fault_injection import NO_FAULTS, Faults, Metadata
 from services.requests.loras import require_lora, using_lora
 from services.requests.prompts import check_limits, read_sampling
+from services.resume.attaching import attached, require_later
 from services.resume.stream import KeptStream
-from services.resume.streams import KeptStreams, attached, require_later
+from services.resume.streams import KeptStreams
 from services.resume.takeover import LeftStream, release
 from services.roles.decode_work import DecodeWork, RequestReader
 from services.telemetry import metrics
