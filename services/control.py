@@ -10,8 +10,9 @@ from baton.engine.v1 import worker_pb2, worker_pb2_grpc
 from baton.errors import Unsupported
 from baton.inference.v1 import cluster_service_pb2, media_pb2, model_pb2, timing_pb2
 from runtime.clock import monotonic
-from services.engines.base import EngineLoad, ImageRules, MemoryTiers, ModelFacts
+from services.engines.base import EngineLoad, MemoryTiers, ModelFacts
 from services.engines.kv_events import KvChange, KvChanged, KvRemoved, KvSnapshot, KvStored, in_pieces
+from services.engines.rules import ImageRules
 from services.handoff.leases import LeaseTable
 from services.handoff.service import layout_message
 from services.keeping import Upgrader
