@@ -5,13 +5,12 @@ The hash chain of a growing sequence.
 
 import heapq
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Protocol
 
 from engine_protocol.prefix_hash import block_hash, extend_chain, media_key, root_hash, token_bytes
-from services.engines.kv_events import KvTier
 from services.engines.prompt import MediaSpan, Retain, Session
+from services.engines.pytorch.kv_cache.events import BlockRemoved, BlockStored, CacheListener
 from services.engines.pytorch.kv_cache.kept_cache import KeptCache
 from services.engines.pytorch.kv_cache.retention import RETAINED_SHARE, EvictionOrder, Sessions
 
@@ -20,31 +19,6 @@ _AHEAD_SHARE = 32
 
 NULL_BLOCK = 0
 """Never allocated, and always zero: padding points to it."""
-
-
-@dataclass(frozen=True, slots=True)
-class BlockStored:
-    """Notes that the prefix cache now contains the block with this hash."""
-
-    block_hash: bytes
-
-
-@dataclass(frozen=True, slots=True)
-class BlockRemoved:
-    """Notes that the prefix cache has lost the block with this hash."""
-
-    block_hash: bytes
-
-
-@dataclass(frozen=True, slots=True)
-class BlockMoved:
-    """Notes that the block with this hash is now in a tier below the pool."""
-
-    block_hash: bytes
-    tier: KvTier
-
-
-CacheListener = Callable[[BlockStored | BlockRemoved | BlockMoved], None]
 
 
 class LowerTiers(Protocol):
