@@ -291,8 +291,12 @@ class PyTorchEngine(Engine):
     async def release_memory(self) -> bool:
         """Frees the pool. The weights stay in the host's memory, from which a CPU reads them. See ReleasesMemory."""
         self._is_asleep = True  # before: no test is to begin meanwhile
-        self._is_asleep = await self._loop.call(lambda core: core.release_memory())
-        return self._is_asleep
+        is_released = False
+        try:
+            is_released = await self._loop.call(lambda core: core.release_memory())
+        finally:
+            self._is_asleep = is_released
+        return is_released
 
     async def resume_memory(self) -> None:
         """Lets requests write into the pool again."""
