@@ -70,7 +70,7 @@ NOTHING_KEPT = KeptUsage()
 class KeptStreams:
     """The table of kept streams, by their requests' ids. An asynchronous context manager: leaving it ends them all.
 
-    A stream goes once nobody has read it for its grace, whether it has ended or not; one that failed goes at once.
+    A stream goes once no router has read it for its grace, whether it has ended or not; one that failed goes at once.
     """
 
     def __init__(self, config: KeepConfig, load: Callable[[], EngineLoad], journal: Journal | None = None) -> None:
@@ -136,7 +136,7 @@ class KeptStreams:
         return KeptStream(kept, self._config.logprob_bytes, request.emitted)
 
     def take_over(self, left: LeftStream, own: Own) -> None:
-        """Goes on with a decode of the worker's last process. Until a router attaches to it nobody reads it."""
+        """Goes on with a decode of the worker's last process. No router reads it until one attaches to it."""
         stream = self._stream(left.request)
         stream.slot = left.decode.slot
         stream.attempt, stream.attachment = left.decode.slot.last_reader
@@ -214,7 +214,7 @@ class KeptStreams:
         if entry is None or entry.stream.attachment != request.attachment:
             return
         entry.stop()
-        # Its router has ended: nobody goes on with it elsewhere, whether it has read of that or not.
+        # Its router has ended: no worker goes on with it elsewhere, whether it has read of that or not.
         _free_yielded(entry.stream)
         if request.forget:
             self._drop(entry)

@@ -31,7 +31,7 @@ class LowerTiers(Protocol):
         """Notes that the pool has a block, so that no tier below need have it."""
 
     def lose(self, hashes: Sequence[bytes]) -> int:
-        """Drops blocks that nobody will read again, and reports them. Returns how many were here."""
+        """Drops blocks that no request will read again, and reports them. Returns how many were here."""
 
 
 class BlockPool:
@@ -168,7 +168,7 @@ class BlockPool:
             self.end_session(session.key)
 
     def end_session(self, key: bytes) -> int:
-        """Lets blocks be evicted first that nobody has used but this session. Returns how many."""
+        """Lets blocks be evicted first that no other session has used. Returns how many."""
         links = list(self._sessions.end(key))
         return self._idle.mark_dead(links) + (self.lower.lose(links) if self.lower is not None else 0)
 
