@@ -55,14 +55,13 @@ class Stream:
     """
 
     __slots__ = (
+        "_has_waited",
         "_inbox",
         "_large",
-        "_mark",
         "_output",
         "_owner",
         "_pace",
         "_pending",
-        "_pumped_bytes",
         "_receive_window",
         "_trailers",
         "_writers",
@@ -82,13 +81,12 @@ class Stream:
         self._owner = owner
         self._output = owner.output
         self._pending = _NOTHING
-        self._pumped_bytes = 0  # of what has waited
+        self._has_waited = False  # bytes, all of them since `is_stalled` was last asked
         self._trailers: bytes | None = None
         self._writers: list[asyncio.Future[None]] = []
         self._receive_window = RECEIVE_WINDOW
         # Made for the first bytes, or for who waits for them: heads without a message are cheap to send.
         self._inbox: Inbox | None = None
-        self._mark = -1
         self._large: LargeMessage | None = None  # made for the first one
         self._pace: Pace | None = None
         self.id = stream_id
@@ -241,8 +239,8 @@ class Stream:
     def is_stalled(self) -> bool:
         """True if bytes wait, and none of them has been sent since this was last asked."""
         # Not by the window, which a peer may open as it likes while that of its connection is closed.
-        was, self._mark = self._mark, self._pumped_bytes if self._pending else -1
-        return self._mark >= 0 and self._mark == was
+        had_waited, self._has_waited = self._has_waited, bool(self._pending)
+        return had_waited and self._has_waited
 
     @property
     def can_pump(self) -> bool:
@@ -373,7 +371,7 @@ class Stream:
             self.window -= sent
             output.window -= sent
             output.waiting_bytes -= sent
-            self._pumped_bytes += sent
+            self._has_waited = False
             del pending[:sent]
             self.wake_writers()
             if not pending and self._trailers is not None:

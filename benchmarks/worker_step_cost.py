@@ -1,8 +1,8 @@
 """What an engine step costs a decode worker's event loop beside the engine: `python -m benchmarks.worker_step_cost`.
 
-Sequences that are pulled (services/decode.py) tell the shared stream that they have a token, and the stream's writer
-pulls the tokens of all and makes the message. Printed is the time of that for one step, the least and the median of
-many, with as many sequences as asked. gRPC's own write of the message comes on top, once a step.
+Sequences that are pulled (services/roles/decode.py) tell the shared stream that they have a token, and the stream's
+writer pulls the tokens of all and makes the message. Printed is the time of that for one step, the least and the median
+of many, with as many sequences as asked. gRPC's own write of the message comes on top, once a step.
 """
 
 import argparse

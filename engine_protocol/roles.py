@@ -60,13 +60,15 @@ class RoleKind:
 
 
 _BUILT_IN = (
-    RoleKind("encode", "baton.engine.v1.EncodeService", "STAGE_ENCODE", "encoder", "services.encode:open_service"),
+    RoleKind(
+        "encode", "baton.engine.v1.EncodeService", "STAGE_ENCODE", "encoder", "services.roles.encode:open_service"
+    ),
     RoleKind(
         "prefill",
         "baton.engine.v1.PrefillService",
         "STAGE_PREFILL_COMPUTE",
         LANGUAGE_MODEL,
-        "services.prefill:open_service",
+        "services.roles.prefill:open_service",
         fault_points=("borrow", "lent", "borrowed", "prefill", "held"),
     ),
     RoleKind(
@@ -74,7 +76,7 @@ _BUILT_IN = (
         "baton.engine.v1.DecodeService",
         "STAGE_DECODE",
         LANGUAGE_MODEL,
-        "services.decode:open_service",
+        "services.roles.decode:open_service",
         completes=True,
         fault_points=("early", "reserve", "pull", "confirm", "decode", "lend", "warm", "yield"),
     ),
@@ -83,7 +85,7 @@ _BUILT_IN = (
         "baton.engine.v1.EmbedService",
         "STAGE_EMBED",
         "embedder",
-        "services.embed:open_service",
+        "services.roles.embed:open_service",
         completes=True,
     ),
     RoleKind(
@@ -91,7 +93,7 @@ _BUILT_IN = (
         "baton.engine.v1.DiffuseService",
         "STAGE_DIFFUSE",
         "diffuser",
-        "services.diffuse:open_service",
+        "services.roles.diffuse:open_service",
         completes=True,
         client_services=(
             ClientService("baton.inference.v1.ImageService", "router.drawing.service:images"),

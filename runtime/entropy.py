@@ -1,4 +1,4 @@
-"""Secrets and ids of this process, which nobody can guess. A simulation that puts a seeded source here repeats them.
+"""Secrets and ids of this process, which cannot be guessed. A simulation that puts a seeded source here repeats them.
 
 Jitter and choices, which may be guessed, come from the module `random`, which has a seed of its own.
 """

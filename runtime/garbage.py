@@ -127,9 +127,9 @@ def return_large_memory() -> None:
 
 
 def forget_content(content: bytearray) -> None:
-    """Gives the memory of a large buffer back that nobody reads again. For threads: the event loop runs meanwhile.
+    """Gives the memory of a large buffer back that is not read again. For threads: the event loop runs meanwhile.
 
-    Whoever drops the buffer later takes no time for it. Otherwise that is 4 to 10 ms for 64 MiB, and everything waits.
+    Dropping the buffer later then takes no time. Otherwise that is 4 to 10 ms for 64 MiB, and everything waits.
     """
     if len(content) < _LARGE_BYTES or sys.platform != "linux":
         return

@@ -1,7 +1,5 @@
 """The worker: `python -m services CONFIG`.
 
-encode.py prefill.py decode.py embed.py diffuse.py   one role each: servicer, logic and conversion
-decode_work.py                   the work of a decode, as its request describes it
 control.py                       what every worker answers: model, load, abort, drain
 server.py                        the start-up of a worker, in order
 worker.py                        a worker that serves: health, supervision, drain
@@ -11,6 +9,7 @@ identity.py                      id, roles and epoch; the record in the registry
 config.py                        the configuration
 keeping.py                       a worker that has a keeper
 
+roles/        one module each: encode, prefill, decode, embed, diffuse
 keeper/       the process that holds what outlives the worker's, and starts it again
 sleeping/     models that share memory: who has it, and a worker's sleep
 requests/     calls, prompts and sampling parameters, fault injection

@@ -6,15 +6,13 @@ from contextlib import aclosing
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from google.protobuf.duration_pb2 import Duration
-
 from baton.engine.v1 import worker_pb2, worker_pb2_grpc
 from baton.errors import Unsupported
 from baton.inference.v1 import cluster_service_pb2, media_pb2, model_pb2, timing_pb2
 from runtime.clock import monotonic
-from services.diffuse import image_generation
-from services.engines.base import EngineLoad, ImageRules, MemoryTiers, ModelFacts
+from services.engines.base import EngineLoad, MemoryTiers, ModelFacts
 from services.engines.kv_events import KvChange, KvChanged, KvRemoved, KvSnapshot, KvStored, in_pieces
+from services.engines.rules import ImageRules
 from services.handoff.leases import LeaseTable
 from services.handoff.service import layout_message
 from services.keeping import Upgrader
@@ -23,7 +21,8 @@ from services.moving.running import Shedding
 from services.requests.calls import Calls, aborted
 from services.requests.loras import inventory_message, loras_of
 from services.resume.streams import KeptStreams, KeptUsage
-from services.telemetry.timings import as_seconds
+from services.roles.diffuse import image_generation
+from services.telemetry.timings import as_seconds, duration
 from services.worker import Drainer, DrainProgress, poll_changes
 from services.worker_engines import WorkerEngines
 
@@ -246,15 +245,9 @@ def _load_message(load: EngineLoad, shed: int, kept: KeptUsage) -> cluster_servi
         shed=shed,
         kept_streams=kept.attached + kept.parked,
         parked_streams=kept.parked,
-        wake=None if load.wake_seconds is None else _duration(load.wake_seconds),
+        wake=None if load.wake_seconds is None else duration(load.wake_seconds),
         memory=_memory_message(load.memory) if load.memory else None,
     )
-
-
-def _duration(seconds: float) -> Duration:
-    duration = Duration()
-    duration.FromNanoseconds(int(seconds * 1e9))
-    return duration
 
 
 def _memory_message(memory: MemoryTiers) -> cluster_service_pb2.MemoryTiers:

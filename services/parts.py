@@ -52,7 +52,7 @@ async def open_parts(config: WorkerConfig, worker: Worker, calls: Calls) -> Asyn
         transports = await stack.enter_async_context(opening)
         pools = [await _open_pool(config, worker, transports, layout, pool) for layout, pool in _pools(engines)]
         if engines.sleeper is not None:
-            worker.identity.offers = worker.identity.reads = ()  # nobody hands over to it, nor it to others
+            worker.identity.offers = worker.identity.reads = ()  # no worker hands over to it, nor it to others
         elif memory is not None:
             _record_transports(worker.identity, transports, pools[0])
         peers = await stack.enter_async_context(Peers(dialer(config.tls.call)))

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 DEFAULT_ADDRESS = "127.0.0.1:7070"
 # For every call but Generate, which takes as long as its answer.
 CALL_SECONDS = 30.0
-# For the end of an answer that nobody wants any more.
+# For the end of an answer that its client has left.
 STOP_SECONDS = 1.0
 # gRPC's own longest, 27,000 hours: a longer one overflows, and is over at once.
 _LONGEST_SECONDS = 97_200_000.0

@@ -165,7 +165,7 @@ class ClientCall:
 
 
 def _ignore(is_compressed: bool, message: bytes) -> None:
-    """Takes a message that nobody reads any more."""
+    """Drops a message of a call that has ended."""
 
 
 def _status_of(values: dict[bytes, bytes], fields: Sequence[Field]) -> Status:

@@ -13,7 +13,7 @@ from baton_http2.wire.metadata import STATUS_CODES, Metadata, Pairs
 class CallContext(aio.ServicerContext[Any, Any]):
     """The context of a call with this metadata, whose deadline is in time.monotonic's seconds; None is no deadline.
 
-    Whoever carries the call adds its messages and its end.
+    The carrier of the call adds its messages and its end.
     """
 
     def __init__(self, metadata: Metadata, deadline_at: float | None) -> None:

@@ -2,7 +2,7 @@
 
 controller.py  AdmissionController: quotas, queue and deadline of each request
 quotas.py      the tenants' quotas, as this router uses them
-quota_lines.py the requests that wait for a quota
+quota_waits.py the waits of requests for a quota
 quota_state.py a tenant's quota at one router: its last loan and its demand
 ledger.py      the buckets of the tenants whose home is this router
 queue.py       the requests of each model that run or wait

@@ -23,7 +23,7 @@ NOTHING = QuotaNeed()
 
 
 @dataclass(slots=True, eq=False)
-class Line:
+class WaitQueue:
     """Requests of one tenant that need the same kind of quota: first come, first served."""
 
     turn: asyncio.Lock = field(default_factory=asyncio.Lock)  # of the first one, until it has got or not got it
@@ -59,8 +59,8 @@ class TenantQuota:
     quota: QuotaConfig
     is_limited: bool
     running: int = 0
-    to_begin: Line = field(default_factory=Line)
-    to_prefill: Line = field(default_factory=Line)  # which need tokens
+    to_begin: WaitQueue = field(default_factory=WaitQueue)
+    to_prefill: WaitQueue = field(default_factory=WaitQueue)  # which need tokens
     requests: float = 0.0
     tokens: float = 0.0
     expires_at: float = 0.0
@@ -73,8 +73,8 @@ class TenantQuota:
     refusal: tuple[float, QuotaNeed, peer_pb2.QuotaLoan] | None = None  # until when it is repeated
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)
 
-    def line(self, need: QuotaNeed) -> Line:
-        """The line for such a need."""
+    def queue(self, need: QuotaNeed) -> WaitQueue:
+        """The requests that wait for such a need."""
         return self.to_prefill if need.tokens else self.to_begin
 
     def seconds_of(self, need: QuotaNeed) -> float:

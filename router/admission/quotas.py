@@ -15,8 +15,8 @@ from baton.engine.v1 import peer_pb2
 from baton.errors import BatonError
 from router.admission.ledger import LOAN_SECONDS, THIS_ROUTER, Ledger
 from router.admission.peers import ALONE, Peers
-from router.admission.quota_lines import SOON_SECONDS, QuotaLines, refusal_seconds
 from router.admission.quota_state import NOTHING, QuotaNeed, TenantQuota
+from router.admission.quota_waits import SOON_SECONDS, QuotaWaits, refusal_seconds
 from router.config import QuotaConfig, QuotasConfig
 from router.routing.latency import Clock
 from router.telemetry.stats import RequestStats
@@ -50,7 +50,7 @@ class Quotas:
         self._config = config
         self._clock = clock
         self._peers = peers
-        self._lines = QuotaLines(self._borrow, config, clock, peers, wait_seconds)
+        self._waits = QuotaWaits(self._borrow, config, clock, peers, wait_seconds)
         self._tenants: OrderedDict[str, TenantQuota] = OrderedDict()  # least recently seen first
         self._unsettled: dict[str, TenantQuota] = {}
         self._running: dict[str, TenantQuota] = {}  # those whose number of running requests is limited
@@ -75,7 +75,7 @@ class Quotas:
     async def _track(self, name: str, stats: RequestStats, requests: int, within_seconds: float) -> AsyncIterator[None]:
         tenant, running = self._find(name), 0
         try:
-            await self._lines.use(tenant, QuotaNeed(requests=requests, beginning=1), within_seconds)
+            await self._waits.use(tenant, QuotaNeed(requests=requests, beginning=1), within_seconds)
             # Not before: a request that waits does not run. Nothing is awaited between its loan and this.
             running = 1
             tenant.running += running
@@ -97,7 +97,7 @@ class Quotas:
     @asynccontextmanager
     async def _charge(self, name: str, prompt_tokens: int, within_seconds: float) -> AsyncIterator[None]:
         tenant = self._find(name)
-        await self._lines.use(tenant, QuotaNeed(tokens=prompt_tokens), within_seconds)
+        await self._waits.use(tenant, QuotaNeed(tokens=prompt_tokens), within_seconds)
         is_done = False
         try:
             yield

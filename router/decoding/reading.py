@@ -39,7 +39,7 @@ class DecodeReading:
             await self._read_stream(call, timer, decode)
         except asyncio.CancelledError:
             if decode.target is not None and state.ctx.keep is None and state.held is None:
-                # It may have yielded: nobody but this call is told of the KV that its worker then holds.
+                # It may have yielded: this call alone is told of the KV that its worker then holds.
                 await abort_unanswered(worker, state.ctx.call_id)
             raise
         finally:

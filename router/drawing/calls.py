@@ -93,7 +93,7 @@ class DiffuseCall(RoleCall[None]):
         return event
 
     def _count(self, frame: video_pb2.VideoFrame) -> None:
-        """Raises InvalidReply for a frame that is not the next one, or that nobody has asked for."""
+        """Raises InvalidReply for a frame that is not the next one, or that was not asked for."""
         if frame.number != self._frames[frame.index] or frame.number >= self._request.video.frames:
             raise InvalidReply(f"frame {frame.number} of clip {frame.index} is not the next one")
         self._frames[frame.index] += 1

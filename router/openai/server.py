@@ -158,7 +158,7 @@ class _BoundedHttp(HttpToolsProtocol):
             self.close_idle()
 
     def _end_slow_reader(self, now: float) -> None:
-        """Whoever writes waits while much is unread, so that it changes only by what the client takes."""
+        """Closes it if nothing is read. Writers wait while much is unread, so that only reads change it."""
         unread = self.transport.get_write_buffer_size()
         if unread != self._unread:
             self._unread, self._unread_since = unread, now

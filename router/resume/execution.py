@@ -99,7 +99,7 @@ class ResumedExecution(RequestExecution):
             return await super()._decode_prompt()
         except EmbeddingLost:
             if self._taken is not None:
-                # Whoever resumes it next would be told the same, also if it has the request.
+                # The next router to resume it would be told the same, also if it has the request.
                 await self._state.calls.forget(self._taken.decode)
             raise
 

@@ -152,7 +152,7 @@ class UnsentAnswer:
 
 
 def _nothing() -> None:
-    """Tells nobody."""
+    """No callback."""
 
 
 class _ParsedParts:

@@ -196,4 +196,4 @@ class ClientLane:
 
 
 def _nothing() -> None:
-    """Tells nobody."""
+    """No callback."""

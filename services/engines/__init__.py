@@ -3,6 +3,7 @@
 base.py           the Protocols of engines, encoders and embedders, facts and load
 registry.py       the kinds of engines
 context.py        the base of configurations, and what a worker passes to its engine
+rules.py          rules of a model for images, vectors and pictures: part of its facts
 prompt.py         prompts, media and sampling parameters
 bad_words.py      which tokens would complete a sequence that an answer must not have
 answer.py         tokens, and the end of a generation

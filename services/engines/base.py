@@ -25,6 +25,7 @@ from services.engines.kv_events import ReportsKvEvents
 from services.engines.kv_transfer import TransfersKv
 from services.engines.lora.inventory import ServesLoras
 from services.engines.prompt import Embedding, Media, Prompt, Sampling
+from services.engines.rules import DrawingRules, EmbeddingRules, ImageRules
 from services.engines.running.generation import ClosingStream, Generation
 from services.engines.seals import host_digests
 
@@ -69,70 +70,6 @@ class ModelFiles:
     tokenizer_json: bytes = b""
     tokenizer_config_json: str = ""
     chat_template: str = ""
-
-
-@dataclass(frozen=True, slots=True)
-class ImageRules:
-    """References to images in a prompt: `placeholder` in text, and its id once for each row of the image's embedding.
-
-    `tokens_per_image` is the number of rows of every image, or 0 if images differ. A row has `hidden_size` numbers of
-    `embedding_layout`'s dtype. `encoder_fingerprint` is empty without an encoder.
-    """
-
-    placeholder: str
-    placeholder_token_id: int
-    tokens_per_image: int
-    hidden_size: int
-    embedding_layout: KvLayout
-    encoder_fingerprint: str = ""
-
-
-@dataclass(frozen=True, slots=True)
-class EmbeddingRules:
-    """The vectors that a model makes of texts: how many numbers, of how long inputs, and how they are made.
-
-    `normalize` says whether they are scaled to the length 1 unless a request says otherwise.
-    """
-
-    dimensions: int
-    max_input_tokens: int
-    pooling: str  # last, mean, cls, max, weighted_mean, mean_sqrt_len, or several joined by +
-    normalize: bool
-
-
-@dataclass(frozen=True, slots=True)
-class ClipRules:
-    """The clips that a model draws: `frames` and `frames_per_second` where a request does not say, and limits.
-
-    The number of frames is 1 more than a multiple of `frame_multiple`.
-    """
-
-    frames: int
-    max_frames: int
-    frame_multiple: int
-    frames_per_second: float
-    mp4: bool  # whether it can be written as one file
-
-
-@dataclass(frozen=True, slots=True)
-class DrawingRules:
-    """The pictures that a model draws: what counts where a request does not say, and limits.
-
-    Width and height are multiples of `size_multiple`.
-    """
-
-    width: int
-    height: int
-    steps: int
-    guidance_scale: float
-    size_multiple: int
-    max_pixels: int
-    max_steps: int
-    max_number: int  # of one request
-    max_prompt_characters: int
-    negative_prompt: bool  # whether it can be told what not to draw
-    previews: bool
-    clips: ClipRules | None = None  # of a model that draws clips
 
 
 @dataclass(frozen=True, slots=True)

@@ -229,7 +229,7 @@ def _nothing(_number: int, _frame: object) -> None:
 
 
 def say(words: str) -> None:
-    """Writes one line to stderr; nobody need read it."""
+    """Writes one line to stderr, if it is open."""
     try:
         print(f"keeper: {words}", file=sys.stderr, flush=True)
     except OSError:

@@ -36,7 +36,7 @@ class KeptDescriptors:
         self._kept[name] = _Kept(fingerprint, tuple(descriptors))
 
     def get(self, name: str, fingerprint: str) -> Found:
-        """Returns what is kept if it has this fingerprint; frees it if it has another one, for nobody may use it."""
+        """Returns what is kept if it has this fingerprint; frees it if it has another one."""
         kept = self._kept.get(name)
         if kept is None:
             return Found()

@@ -55,7 +55,7 @@ class Answer:
 
 @dataclass(slots=True)
 class Packet:
-    """A message that arrived. Whoever receives it owns the descriptors."""
+    """A message that arrived. Its receiver owns the descriptors."""
 
     content: dict[str, Any]
     descriptors: list[int] = field(default_factory=list)

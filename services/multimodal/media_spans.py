@@ -5,9 +5,10 @@ from dataclasses import dataclass
 
 from baton.engine.v1 import encode_pb2, prompt_pb2
 from baton.errors import FieldViolation, InvalidRequest, Unsupported
-from services.engines.base import ImageRules, ModelFacts
+from services.engines.base import ModelFacts
 from services.engines.kv import EMBEDDING_BLOCK_ROWS, embedding_bytes, packed_ids
 from services.engines.prompt import Prompt
+from services.engines.rules import ImageRules
 from services.handoff.remote_handoff import LeasedBlocks
 from services.telemetry.timings import as_seconds
 

@@ -33,7 +33,7 @@ class StreamReader:
         ids = stream.drain()
         self._at = stream.read_tokens = len(stream.ids)
         if at + len(ids) != self._at:
-            # Others came before: while nobody read, or as tokens that are more than their ids.
+            # Others came before: while no router read, or as tokens that are more than their ids.
             ids = stream.ids[at:].tolist()
         return ids, stream.is_over
 
@@ -98,4 +98,4 @@ def _tokens_response(ids: Sequence[int]) -> decode_pb2.DecodeResponse:
 
 
 def _nothing() -> None:
-    """Tells nobody."""
+    """No callback."""

@@ -122,7 +122,7 @@ class KeptStream:
         self.finished: bytes | None = None
         self.has_yielded = False
         self.is_told = False  # of its end: a reader has got all of it
-        self.free_yielded: Callable[[], None] | None = None  # frees the KV that its last response gives, if nobody has
+        self.free_yielded: Callable[[], None] | None = None  # frees the KV that its last response gives, unless freed
         self.error: Exception | None = None
         self.has_ended = self.is_over = False
         self.deadline_at: float | None = None  # of the event loop's clock
@@ -146,7 +146,7 @@ class KeptStream:
 
     @property
     def is_parked(self) -> bool:
-        """True if nobody reads it."""
+        """True if no router reads it."""
         return self.reader is None
 
     # Its owner.

@@ -12,20 +12,13 @@ from typing import Any
 from typing_extensions import Self
 
 from baton.engine.v1 import decode_pb2
-from baton.errors import (
-    BatonError,
-    DeadlineExceeded,
-    FieldViolation,
-    PositionInvalid,
-    StaleAttempt,
-    StreamAdopted,
-    StreamLost,
-)
+from baton.errors import BatonError, DeadlineExceeded, StreamLost
 from runtime.aio import wait_until_done
 from services.config import KeepConfig
 from services.engines.base import EngineLoad
 from services.engines.journal.journal import Journal
 from services.engines.journal.slots import Slot
+from services.resume.attaching import require_last
 from services.resume.graces import Graces
 from services.resume.reader import StreamReader
 from services.resume.stream import KeptRequest, KeptStream
@@ -36,8 +29,6 @@ Own = Callable[[KeptStream], Awaitable[None]]
 
 # A parked decode ends once requests have found no room for so long, looked at so often.
 _ROOM_SECONDS, _LOOK_SECONDS = 1.0, 0.25
-# As many as AttachRequest, and the journal, can count: after them only those come that count none.
-_MOST_ATTEMPTS = 2**32 - 1
 _NO_DIGEST = bytes(sha256().digest_size)
 
 
@@ -79,7 +70,7 @@ NOTHING_KEPT = KeptUsage()
 class KeptStreams:
     """The table of kept streams, by their requests' ids. An asynchronous context manager: leaving it ends them all.
 
-    A stream goes once nobody has read it for its grace, whether it has ended or not; one that failed goes at once.
+    A stream goes once no router has read it for its grace, whether it has ended or not; one that failed goes at once.
     """
 
     def __init__(self, config: KeepConfig, load: Callable[[], EngineLoad], journal: Journal | None = None) -> None:
@@ -145,7 +136,7 @@ class KeptStreams:
         return KeptStream(kept, self._config.logprob_bytes, request.emitted)
 
     def take_over(self, left: LeftStream, own: Own) -> None:
-        """Goes on with a decode of the worker's last process. Until a router attaches to it nobody reads it."""
+        """Goes on with a decode of the worker's last process. No router reads it until one attaches to it."""
         stream = self._stream(left.request)
         stream.slot = left.decode.slot
         stream.attempt, stream.attachment = left.decode.slot.last_reader
@@ -215,7 +206,7 @@ class KeptStreams:
         """Raises StreamAdopted unless the stream, if it is kept, has this reader."""
         entry = self._entries.get(request_id)
         if entry is not None:
-            _require_last(entry.stream, attachment)
+            require_last(entry.stream, attachment)
 
     def settle(self, request: decode_pb2.SettleRequest) -> None:
         """Ends the generation of a stream, or forgets all of it."""
@@ -223,7 +214,7 @@ class KeptStreams:
         if entry is None or entry.stream.attachment != request.attachment:
             return
         entry.stop()
-        # Its router has ended: nobody goes on with it elsewhere, whether it has read of that or not.
+        # Its router has ended: no worker goes on with it elsewhere, whether it has read of that or not.
         _free_yielded(entry.stream)
         if request.forget:
             self._drop(entry)
@@ -342,60 +333,3 @@ def _free_yielded(stream: KeptStream) -> None:
     if stream.free_yielded is not None:
         stream.free_yielded()
         stream.free_yielded = None
-
-
-def attached(stream: KeptStream, request: decode_pb2.AttachRequest) -> decode_pb2.DecodeResponse:
-    """The state of a stream, for a router that may attach to it: nothing of it has changed.
-
-    Raises PositionInvalid if the client has more than there is, or if what it lacks is gone.
-    """
-    stream.drain()
-    kept, loop = stream.kept, asyncio.get_running_loop()
-    if request.from_tokens > len(stream.ids):
-        text = f"the client has {request.from_tokens} tokens; {len(stream.ids)} have been generated"
-        raise PositionInvalid([FieldViolation("from_tokens", text)])
-    message = decode_pb2.DecodeAttached(
-        record=kept.read_keep().record,
-        attachment=stream.attachment,
-        hop=kept.hop,
-        token_ids=stream.ids.tolist(),
-        read_tokens=stream.read_tokens,
-        is_over=stream.is_over,
-    )
-    if not request.peek:
-        message.prompt.MergeFromString(kept.prompt)
-        message.sampling.MergeFromString(kept.sampling)
-    if stream.deadline_at is not None and not stream.is_over:
-        message.remaining.FromNanoseconds(int(max(0.0, stream.deadline_at - loop.time()) * 1e9))
-    if kept.has_logprobs and not request.peek:
-        _add_logprobs(stream, request.from_tokens, message)
-    return decode_pb2.DecodeResponse(attached=message)
-
-
-def require_later(stream: KeptStream, request: decode_pb2.AttachRequest) -> None:
-    """Raises StaleAttempt unless its attempt is above that of the last Attach; 0 is the next one, whatever came before.
-
-    The reader that goes on after its worker's process was lost makes no attempt. Raises StreamAdopted if it was not the
-    last one.
-    """
-    if request.attachment:
-        _require_last(stream, request.attachment)
-        return
-    if request.attempt and request.attempt <= stream.attempt:
-        raise StaleAttempt(f"attempt {request.attempt} comes after attempt {stream.attempt}")
-    stream.attempt = request.attempt or min(stream.attempt + 1, _MOST_ATTEMPTS)
-
-
-def _require_last(stream: KeptStream, attachment: int) -> None:
-    if stream.attachment != attachment:
-        raise StreamAdopted("another router has taken the answer over")
-
-
-def _add_logprobs(stream: KeptStream, start: int, message: decode_pb2.DecodeAttached) -> None:
-    if stream.kept.has_prompt_logprobs and not start:
-        raise PositionInvalid([FieldViolation("from_tokens", "the log probabilities of the prompt are gone")])
-    if stream.kept.has_token_logprobs:
-        found = stream.logprobs_from(start)
-        if found is None:
-            raise PositionInvalid([FieldViolation("from_tokens", "the log probabilities of later tokens are gone")])
-        message.logprobs.extend(found)

@@ -291,4 +291,4 @@ class ResponseDocument:
 
 
 def _nothing() -> None:
-    """Tells nobody."""
+    """No callback."""

@@ -178,7 +178,7 @@ class ResponseService:
         return failed
 
     def _create_task(self, work: Coroutine[Any, Any, Result]) -> "asyncio.Task[Result]":
-        """A task that ends with this service. Its error is not logged as lost if nobody waits for it any more."""
+        """A task that ends with this service. Its error is not logged as lost if no call waits for it any more."""
         task = asyncio.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)

@@ -11,7 +11,7 @@ import torch
 
 from baton.errors import InvalidRequest, Overloaded
 from runtime.clock import monotonic
-from services.engines.base import ClipRules, DrawingRules, ModelFacts
+from services.engines.base import ModelFacts
 from services.engines.diffusers.config import DiffusionConfig
 from services.engines.diffusers.files import HAS_MP4
 from services.engines.diffusers.leader import open_group
@@ -24,6 +24,7 @@ from services.engines.pytorch.failures import is_out_of_memory
 from services.engines.pytorch.model.loading import device_named
 from services.engines.pytorch.part import PyTorchPart
 from services.engines.pytorch.stall_detector import StallDetector
+from services.engines.rules import ClipRules, DrawingRules
 
 _RETRY_SECONDS = 1.0
 _NEWEST_SHARE = 0.3  # of a measurement in the average

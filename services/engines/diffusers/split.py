@@ -8,6 +8,7 @@ from diffusers.hooks.tensor_parallel import PackedColwiseParallel, TPShardSpec, 
 from diffusers.models.activations import GEGLU, SwiGLU
 from diffusers.models.attention import AttentionModuleMixin, FeedForward
 from diffusers.models.attention_processor import Attention
+from diffusers.models.normalization import MochiRMSNorm, RMSNorm
 
 from baton.errors import ConfigError
 from services.engines.pytorch.parallel.ranks import Ranks
@@ -99,21 +100,26 @@ def _is_of_one_head(norm: Any, head_width: int) -> bool:
 
 
 def _is_over_heads(norm: Any, width: int) -> bool:
-    is_root_mean_square = "RMSNorm" in type(norm).__name__
-    return is_root_mean_square and _width(norm) == width and getattr(norm, "bias", None) is None
+    has_bias = isinstance(norm, RMSNorm) and norm.bias is not None
+    return isinstance(norm, torch.nn.RMSNorm | RMSNorm | MochiRMSNorm) and not has_bias and _width(norm) == width
 
 
 def _width(norm: Any) -> int | None:
-    """None if it is not known."""
-    shape = getattr(norm, "normalized_shape", getattr(norm, "dim", ()))
-    return shape[0] if isinstance(shape, tuple | torch.Size) and len(shape) == 1 else None
+    """The numbers that are normalised together; None if it is not known."""
+    match norm:
+        case torch.nn.LayerNorm() | torch.nn.RMSNorm():
+            shape = norm.normalized_shape
+        case RMSNorm() | MochiRMSNorm():
+            shape = norm.dim
+        case _:
+            return None
+    return shape[0] if len(shape) == 1 else None
 
 
 def _split_norms(module: Any, shard: Shard, ranks: Ranks) -> None:
     width = module.to_q.out_features
-    for child in _NORMS:
-        norm = getattr(module, child, None)
-        if norm is not None and module.heads > 1 and _is_over_heads(norm, width):
+    for child, norm in tuple(module.named_children()):
+        if child in _NORMS and module.heads > 1 and _is_over_heads(norm, width):
             setattr(module, child, NormOverRanks(norm, width, shard, ranks))
 
 

@@ -2,6 +2,6 @@
 
 allocation.py     which request gets free blocks next
 shared_pool.py    a pool that other processes can map; blocks in private memory
-tensor_file.py    tensors in memory that other processes can map, and nobody can change
+tensor_file.py    tensors in memory that other processes can map, and none can change
 device_memory.py  pools in the memory of a GPU, as transports see them
 """

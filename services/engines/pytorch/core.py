@@ -17,7 +17,8 @@ from services.engines.prompt import Prompt, Sampling
 from services.engines.pytorch.config import PyTorchConfig
 from services.engines.pytorch.facts import facts_of
 from services.engines.pytorch.guidance.vocabulary import open_vocabulary
-from services.engines.pytorch.kv_cache.blocks import CacheListener, HashChain
+from services.engines.pytorch.kv_cache.blocks import HashChain
+from services.engines.pytorch.kv_cache.events import CacheListener
 from services.engines.pytorch.kv_cache.memory import HostMemory
 from services.engines.pytorch.kv_cache.tiers.tiers import KvTiers
 from services.engines.pytorch.lora.layers import NO_SLOT

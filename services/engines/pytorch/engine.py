@@ -25,7 +25,8 @@ from services.engines.pytorch.config import PyTorchConfig
 from services.engines.pytorch.core import EngineCore
 from services.engines.pytorch.engine_loop import EngineLoop
 from services.engines.pytorch.guidance.compiler import GrammarCompiler
-from services.engines.pytorch.kv_cache.blocks import BlockMoved, BlockRemoved, BlockStored, HashChain
+from services.engines.pytorch.kv_cache.blocks import HashChain
+from services.engines.pytorch.kv_cache.events import CacheEvents
 from services.engines.pytorch.kv_cache.held_kv import HeldPrompt, Loan, ReservedBlocks, hold_prefix, lend
 from services.engines.pytorch.kv_cache.memory import DeviceMemory
 from services.engines.pytorch.lora.layers import NO_SLOT
@@ -53,7 +54,7 @@ class PyTorchEngine(Engine):
         self._config = config
         self._kept = kept
         self._publisher = KvPublisher()
-        self._cache_events = _CacheEvents(self._publisher)
+        self._cache_events = CacheEvents(self._publisher)
         self._rules = rules
         self._is_asleep = False
 
@@ -67,7 +68,7 @@ class PyTorchEngine(Engine):
             raise
         stall_detector = StallDetector(self._core.module, self._config.stall_seconds)
         self._loop = EngineLoop(self._core, self._config.threads, stall_detector)
-        self._cache_events.loop = self._loop
+        self._cache_events.notify = self._loop.notify
         for link in self._core.recovered:
             self._publisher.stored(link)
         await self._loop.__aenter__()
@@ -290,8 +291,12 @@ class PyTorchEngine(Engine):
     async def release_memory(self) -> bool:
         """Frees the pool. The weights stay in the host's memory, from which a CPU reads them. See ReleasesMemory."""
         self._is_asleep = True  # before: no test is to begin meanwhile
-        self._is_asleep = await self._loop.call(lambda core: core.release_memory())
-        return self._is_asleep
+        is_released = False
+        try:
+            is_released = await self._loop.call(lambda core: core.release_memory())
+        finally:
+            self._is_asleep = is_released
+        return is_released
 
     async def resume_memory(self) -> None:
         """Lets requests write into the pool again."""
@@ -387,26 +392,3 @@ def _abort(freed_kv: FreedKv, sequence: TokenSequence, core: EngineCore) -> int:
 def _blocks(source: PulledKv) -> BlockReservation:
     assert isinstance(source.reservation, ReservedBlocks)
     return source.reservation.blocks
-
-
-class _CacheEvents:
-    """Publishes the changes of the prefix cache in a step together with the step's other outcomes.
-
-    Changes before `loop` is set are dropped: the warm-up leaves nothing in the cache.
-    """
-
-    def __init__(self, publisher: KvPublisher) -> None:
-        self._publisher = publisher
-        self.loop: EngineLoop | None = None
-
-    def __call__(self, event: BlockStored | BlockRemoved | BlockMoved) -> None:
-        """Call it on the engine's thread."""
-        if self.loop is None:
-            return
-        match event:
-            case BlockStored(block_hash):
-                self.loop.notify(partial(self._publisher.stored, block_hash))
-            case BlockMoved(block_hash, tier):
-                self.loop.notify(partial(self._publisher.stored, block_hash, tier=tier))
-            case BlockRemoved(block_hash):
-                self.loop.notify(partial(self._publisher.removed, block_hash))

@@ -12,7 +12,8 @@ from services.engines.journal.journal import FoundDecode, Journal
 from services.engines.journal.slots import SlotShape
 from services.engines.kv import KvLayout
 from services.engines.pytorch.config import PyTorchConfig
-from services.engines.pytorch.kv_cache.blocks import BlockPool, CacheListener
+from services.engines.pytorch.kv_cache.blocks import BlockPool
+from services.engines.pytorch.kv_cache.events import CacheListener
 from services.engines.pytorch.kv_cache.kept_cache import KeptCache, KeptPool, KeptShape
 from services.engines.pytorch.kv_cache.memory import DeviceMemory, HostMemory, open_memory
 from services.engines.pytorch.kv_cache.pool_size import layout_of, num_blocks, step_tokens

@@ -10,8 +10,9 @@ import numpy
 from PIL import Image
 
 from baton.errors import Overloaded
-from services.engines.base import ClipRules, DrawingRules, ModelFacts
+from services.engines.base import ModelFacts
 from services.engines.diffusion import Clip, Drawing, Picture, Step
+from services.engines.rules import ClipRules, DrawingRules
 from services.engines.simulated.encoder import SimulatedPart
 from services.engines.simulated.tokens import Vocabulary
 

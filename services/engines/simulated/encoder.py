@@ -12,8 +12,9 @@ from typing_extensions import Self
 
 from baton.errors import ConfigError, EmbeddingLost, Overloaded
 from runtime.clock import monotonic
-from services.engines.base import EmbeddingRules, EncoderLoad, EnginePart, ModelFacts, Vector
+from services.engines.base import EncoderLoad, EnginePart, ModelFacts, Vector
 from services.engines.prompt import Embedding, Media, MediaSpan
+from services.engines.rules import EmbeddingRules
 from services.engines.simulated.config import SimulatedConfig
 from services.engines.simulated.facts import kv_layout, model_facts
 from services.engines.simulated.tokens import Vocabulary, vocabulary_of

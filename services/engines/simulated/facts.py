@@ -2,8 +2,9 @@
 
 import hashlib
 
-from services.engines.base import ImageRules, ModelFacts
+from services.engines.base import ModelFacts
 from services.engines.kv import KvLayout, embedding_layout
+from services.engines.rules import ImageRules
 from services.engines.simulated.config import SimulatedConfig
 from services.engines.simulated.tokens import IMAGE, Vocabulary
 

@@ -7,10 +7,11 @@ from pathlib import Path
 from typing import Any
 
 from baton.errors import ConfigError
-from services.engines.base import ImageRules, ModelFacts
+from services.engines.base import ModelFacts
 from services.engines.external.package import kv_layout, read_model
 from services.engines.kv import KvLayout, embedding_layout
 from services.engines.pytorch.model.checkpoint import end_ids, fingerprint, model_files, read_json
+from services.engines.rules import ImageRules
 from services.engines.trtllm.config import EngineArguments, TrtllmConfig
 from services.engines.trtllm.package import Package
 from services.engines.trtllm.requests.request_builder import unsupported

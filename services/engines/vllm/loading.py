@@ -199,7 +199,7 @@ def free_ports(host: str, count: int) -> int:
     """Returns the first of `count` neighbouring ports that nothing listens at.
 
     They are below the ephemeral range: vLLM binds them half a minute later, and without its port an engine starts all
-    the same, but nobody can read from it.
+    the same, but no other worker can read from it.
     """
     for _ in range(50):
         port = _PORTS[random.randrange(len(_PORTS) - count)]

@@ -180,7 +180,7 @@ async def test_a_prompt_that_waits_in_a_worker_s_queue_past_its_deadline_is_neve
 
 
 async def test_tenant_and_priority_travel_to_the_workers(monkeypatch: pytest.MonkeyPatch) -> None:
-    from services.prefill import PrefillServicer
+    from services.roles.prefill import PrefillServicer
 
     seen: list[Sequence[tuple[str, str]]] = []
     prefill = PrefillServicer.Prefill

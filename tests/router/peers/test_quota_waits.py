@@ -143,5 +143,5 @@ async def test_a_cancelled_request_leaves_its_place_in_the_line() -> None:
     which.clock.advance(1.5)
     done, _ = await asyncio.wait(waiting)
     assert sum(one.cancelled() for one in done) == 3
-    line = which.routers[here].quotas._tenants["acme"].to_prefill
-    assert (line.length, line.joined_seconds, line.left_seconds, line.turn.locked()) == (0, 0.0, 0.0, False)
+    queue = which.routers[here].quotas._tenants["acme"].to_prefill
+    assert (queue.length, queue.joined_seconds, queue.left_seconds, queue.turn.locked()) == (0, 0.0, 0.0, False)

@@ -35,17 +35,6 @@ QUICK_TO_SEE_A_HANG = FAST_ROUTER.model_copy(
 LONG = {"prompt": "hello", "sampling": SEEDED, "stopping": {"max_tokens": 60}}
 
 
-@pytest.fixture(scope="module")
-def undisturbed() -> Stream:
-    """The answer of a cluster in which nothing goes wrong, asked for once."""
-
-    async def ask() -> Stream:
-        async with bench(PREFILL, DECODE) as running:
-            return await running.generate(**LONG)
-
-    return asyncio.run(ask())
-
-
 @pytest.mark.feature("recovery from a lost prefill worker", engine="simulated", facade="grpc")
 async def test_a_lost_prefill_is_run_again_elsewhere(undisturbed: Stream) -> None:
     slow = [simulated(name, "prefill", prefill_base_seconds=0.3) for name in ("p1", "p2")]

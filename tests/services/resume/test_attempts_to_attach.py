@@ -8,8 +8,8 @@ from support.clients.worker_calls import decode_request
 from baton.engine.v1 import decode_pb2
 from baton.errors import StaleAttempt
 from services.engines.journal.slots import Slot, SlotShape
+from services.resume.attaching import require_later
 from services.resume.stream import KeptRequest, KeptStream
-from services.resume.streams import require_later
 
 _SHAPE = SlotShape(tokens=64, blocks=4)
 _LAST = 2**32 - 1

@@ -17,7 +17,7 @@ from safetensors import SafetensorError
 from transformers import AutoModel, LlavaConfig, PreTrainedConfig, PreTrainedModel
 
 from baton.errors import ConfigError
-from services.engines.base import EmbeddingRules, Vector
+from services.engines.base import Vector
 from services.engines.pytorch.config import PyTorchConfig
 from services.engines.pytorch.model.loading import (
     choose_device,
@@ -29,6 +29,7 @@ from services.engines.pytorch.model.loading import (
 )
 from services.engines.pytorch.model.support import FAMILIES
 from services.engines.pytorch.vision.llava import LlavaLanguage
+from services.engines.rules import EmbeddingRules
 
 # The keys of a Pooling module's configuration, each true or false, in the order in which vectors are joined.
 _MODES = {

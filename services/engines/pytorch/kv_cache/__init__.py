@@ -1,7 +1,8 @@
 """The KV cache: a pool of blocks.
 
 blocks.py         which blocks are in use, free, or cached for their prefix; the hash chain of a growing sequence
-retention.py      which of the cached ones are evicted first; which of them an ended session leaves to nobody
+events.py         events of the prefix cache, and their publication
+retention.py      which of the cached ones are evicted first; which of them only an ended session had
 kept_cache.py     the part that outlives the process: seals in kept memory
 memory.py         the pool's memory, which other processes can map
 digester.py       digests of blocks, computed on their device

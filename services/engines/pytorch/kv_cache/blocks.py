@@ -5,13 +5,12 @@ The hash chain of a growing sequence.
 
 import heapq
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Protocol
 
 from engine_protocol.prefix_hash import block_hash, extend_chain, media_key, root_hash, token_bytes
-from services.engines.kv_events import KvTier
 from services.engines.prompt import MediaSpan, Retain, Session
+from services.engines.pytorch.kv_cache.events import BlockRemoved, BlockStored, CacheListener
 from services.engines.pytorch.kv_cache.kept_cache import KeptCache
 from services.engines.pytorch.kv_cache.retention import RETAINED_SHARE, EvictionOrder, Sessions
 
@@ -20,31 +19,6 @@ _AHEAD_SHARE = 32
 
 NULL_BLOCK = 0
 """Never allocated, and always zero: padding points to it."""
-
-
-@dataclass(frozen=True, slots=True)
-class BlockStored:
-    """Notes that the prefix cache now contains the block with this hash."""
-
-    block_hash: bytes
-
-
-@dataclass(frozen=True, slots=True)
-class BlockRemoved:
-    """Notes that the prefix cache has lost the block with this hash."""
-
-    block_hash: bytes
-
-
-@dataclass(frozen=True, slots=True)
-class BlockMoved:
-    """Notes that the block with this hash is now in a tier below the pool."""
-
-    block_hash: bytes
-    tier: KvTier
-
-
-CacheListener = Callable[[BlockStored | BlockRemoved | BlockMoved], None]
 
 
 class LowerTiers(Protocol):
@@ -57,7 +31,7 @@ class LowerTiers(Protocol):
         """Notes that the pool has a block, so that no tier below need have it."""
 
     def lose(self, hashes: Sequence[bytes]) -> int:
-        """Drops blocks that nobody will read again, and reports them. Returns how many were here."""
+        """Drops blocks that no request will read again, and reports them. Returns how many were here."""
 
 
 class BlockPool:
@@ -194,7 +168,7 @@ class BlockPool:
             self.end_session(session.key)
 
     def end_session(self, key: bytes) -> int:
-        """Lets blocks be evicted first that nobody has used but this session. Returns how many."""
+        """Lets blocks be evicted first that no other session has used. Returns how many."""
         links = list(self._sessions.end(key))
         return self._idle.mark_dead(links) + (self.lower.lose(links) if self.lower is not None else 0)
 

@@ -1,6 +1,6 @@
 """Which cached blocks are evicted first: those of ended sessions, then the least recently used, retained ones last.
 
-Which blocks sessions have, so that those of an ended session are known that nobody else has used.
+Which blocks sessions have, so that those of an ended session are known that no other one has used.
 """
 
 import math
@@ -209,7 +209,7 @@ class Sessions:
             others.popitem(last=False)
 
     def end(self, key: bytes) -> Iterator[bytes]:
-        """Forgets a session and those that are a part of it. Yields the links that nobody else has, ends first."""
+        """Forgets a session and those that are a part of it. Yields the links that no other one has, ends first."""
         ended, waiting = {key}, [key]
         for one in waiting:
             children = [child for child in self._children.get(one, ()) if child not in ended]

@@ -16,7 +16,6 @@ import torch
 
 from baton.errors import ConfigError
 from baton.version import __version__
-from services.engines.base import ImageRules
 from services.engines.kv import KvLayout
 from services.engines.memory.tensor_file import TensorFile, read_tensors, write_tensors
 from services.engines.pytorch.config import PyTorchConfig
@@ -25,6 +24,7 @@ from services.engines.pytorch.model import checkpoint
 from services.engines.pytorch.model.fused_model import FusedLayer, FusedWeights, Projection, why_not
 from services.engines.pytorch.model.loading import LoadedModel, kind_of, load_model, name_of, read_config
 from services.engines.pytorch.model.support import TextShape
+from services.engines.rules import ImageRules
 from services.keeper.client import KeeperClient
 
 _log = structlog.get_logger(__name__)

@@ -13,11 +13,11 @@ import torch
 from safetensors import SafetensorError
 
 from baton.errors import ConfigError
-from services.engines.base import ImageRules
 from services.engines.pytorch.config import PyTorchConfig
 from services.engines.pytorch.model.fused_model import FusedWeights
 from services.engines.pytorch.model.support import TextShape, text_shape
 from services.engines.pytorch.parallel.shards import WHOLE, Shard, keep_part, shape_of_part
+from services.engines.rules import ImageRules
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel

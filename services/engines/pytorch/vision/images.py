@@ -7,9 +7,9 @@ from typing import Any
 from transformers import LlavaConfig, PreTrainedConfig
 
 from baton.errors import ConfigError
-from services.engines.base import ImageRules
 from services.engines.kv import embedding_layout
 from services.engines.pytorch.model import checkpoint
+from services.engines.rules import ImageRules
 
 FAMILIES = ("llava",)
 """Model types that the tests compare with transformers' own `generate` on images."""

@@ -15,7 +15,6 @@ from transformers import AutoImageProcessor, LlavaConfig, PreTrainedModel
 from transformers.image_processing_utils import BaseImageProcessor
 
 from baton.errors import ConfigError
-from services.engines.base import ImageRules
 from services.engines.pytorch.config import PyTorchConfig
 from services.engines.pytorch.model.loading import (
     choose_device,
@@ -28,6 +27,7 @@ from services.engines.pytorch.model.loading import (
 )
 from services.engines.pytorch.vision.images import image_rules, require_images
 from services.engines.pytorch.vision.llava import LlavaVision
+from services.engines.rules import ImageRules
 
 _log = structlog.get_logger(__name__)
 

@@ -1,6 +1,5 @@
 """Workers whose replies are broken, beside a healthy one: clients get their answers, no token is lost or repeated."""
 
-import asyncio
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -18,17 +17,6 @@ from baton.error_details import from_rpc_error
 from baton.inference.v1 import cluster_service_pb2
 
 OUTSIDE = 2**31
-
-
-@pytest.fixture(scope="module")
-def undisturbed() -> Stream:
-    """The answer of a cluster in which nothing goes wrong, asked for once."""
-
-    async def ask() -> Stream:
-        async with bench(PREFILL, DECODE) as running:
-            return await running.generate(**LONG)
-
-    return asyncio.run(ask())
 
 
 def prefilled(change: Callable[[prefill_pb2.PrefillResponse], None]) -> Callable[[Any], Iterable[Reply]]:

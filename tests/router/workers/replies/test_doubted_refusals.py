@@ -1,6 +1,5 @@
 """Workers that refuse requests which other workers take: they are believed in what only an engine can know."""
 
-import asyncio
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -36,17 +35,6 @@ REFUSALS: dict[str, Callable[[Any], Iterable[Reply]]] = {
     "a checked option": lambda _: [Ends.by(InvalidRequest.of("sampling.params.temperature", "is broken"))],
     "a refusal of nothing": lambda _: [Ends.by(InvalidRequest([]))],
 }
-
-
-@pytest.fixture(scope="module")
-def undisturbed() -> Stream:
-    """The answer of a cluster in which nothing goes wrong, asked for once."""
-
-    async def ask() -> Stream:
-        async with bench(PREFILL, DECODE) as running:
-            return await running.generate(**LONG)
-
-    return asyncio.run(ask())
 
 
 @LANES

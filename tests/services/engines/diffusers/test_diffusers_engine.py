@@ -19,8 +19,8 @@ from torch import Tensor, device
 from torch.nn import Module
 
 from baton.errors import ConfigError, InvalidRequest, Overloaded
-from services.engines.base import ClipRules
 from services.engines.diffusion import Clip, ClipOptions, Drawing, Picture, Step
+from services.engines.rules import ClipRules
 
 if sys.version_info < (3, 11):
     pytest.skip("diffusers needs Python 3.11", allow_module_level=True)

@@ -135,6 +135,27 @@ async def test_an_idle_engine_that_does_not_answer_its_canary_is_not_healthy(lla
         await eventually(lambda: engine.healthy)
 
 
+async def test_an_engine_that_hangs_is_seen_after_a_release_of_its_memory_was_given_up(llama: Checkpoint) -> None:
+    hanging, going_on = threading.Event(), threading.Event()
+
+    def hang(_chunks: object) -> None:
+        hanging.set()
+        going_on.wait()
+
+    async with llama.engine(stall_seconds=60.0, canary_seconds=0.1, canary_patience_seconds=0.3) as engine:
+        memory = engine.releases_memory
+        assert memory is not None
+        _before_steps(engine, hang)
+        await eventually(hanging.is_set)
+        release = asyncio.create_task(memory.release_memory())
+        await asyncio.sleep(0)
+        release.cancel()
+        await asyncio.wait([release])
+        await eventually(lambda: not engine.healthy)
+        going_on.set()
+        await eventually(lambda: engine.healthy)
+
+
 async def test_an_idle_engine_that_answers_stays_healthy_and_keeps_nothing(llama: Checkpoint) -> None:
     async with llama.engine(canary_seconds=0.05, canary_patience_seconds=5.0) as engine:
         steps: list[object] = []

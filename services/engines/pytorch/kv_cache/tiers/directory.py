@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from services.engines.kv_events import KvTier
-from services.engines.pytorch.kv_cache.blocks import BlockMoved, BlockRemoved
+from services.engines.pytorch.kv_cache.events import BlockMoved, BlockRemoved
 from services.engines.seals import BlockContents
 
 Clock = Callable[[], float]

@@ -14,8 +14,8 @@ from runtime.machine import available_bytes
 from services.engines.base import MemoryTiers
 from services.engines.kv import KvLayout
 from services.engines.kv_events import KvTier
-from services.engines.pytorch.kv_cache.blocks import BlockRemoved
 from services.engines.pytorch.kv_cache.digester import Digester
+from services.engines.pytorch.kv_cache.events import BlockRemoved
 from services.engines.pytorch.kv_cache.tiers.directory import Placed, TierDirectory, TierListener, count_off
 from services.engines.pytorch.kv_cache.tiers.disk import Buffer, Buffers, DiskFile
 from services.engines.pytorch.kv_cache.tiers.host import Copier, HostRegion

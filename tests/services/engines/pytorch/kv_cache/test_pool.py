@@ -1,7 +1,8 @@
 """The block pool's bookkeeping: which blocks are allocated, and which prefixes stay cached."""
 
 from engine_protocol.prefix_hash import block_hash, root_hash
-from services.engines.pytorch.kv_cache.blocks import NULL_BLOCK, BlockPool, BlockRemoved, BlockStored, HashChain
+from services.engines.pytorch.kv_cache.blocks import NULL_BLOCK, BlockPool, HashChain
+from services.engines.pytorch.kv_cache.events import BlockRemoved, BlockStored
 
 A, B, C = b"a" * 16, b"b" * 16, b"c" * 16
 

@@ -6,7 +6,8 @@ from support.clock import ManualClock
 
 from services.engines.kv_events import KvTier
 from services.engines.prompt import Session
-from services.engines.pytorch.kv_cache.blocks import BlockMoved, BlockPool, BlockRemoved, BlockStored
+from services.engines.pytorch.kv_cache.blocks import BlockPool
+from services.engines.pytorch.kv_cache.events import BlockMoved, BlockRemoved, BlockStored
 from services.engines.pytorch.kv_cache.tiers.directory import Spill, TierDirectory, WriteRule
 
 

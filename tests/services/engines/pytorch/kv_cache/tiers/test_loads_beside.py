@@ -12,7 +12,7 @@ from support.engines.engine_calls import collect, greedy
 from services.engines.kv_events import KvTier
 from services.engines.prompt import Prompt, Sampling
 from services.engines.pytorch.core import EngineCore
-from services.engines.pytorch.kv_cache.blocks import BlockMoved, BlockRemoved
+from services.engines.pytorch.kv_cache.events import BlockMoved, BlockRemoved
 from services.engines.pytorch.kv_cache.tiers.tiers import KvTiers
 from services.engines.pytorch.sequence import Event, Token, TokenSequence
 from services.engines.seals import BlockContents

@@ -16,7 +16,8 @@ from rpc.interceptors.calls import arrived_at
 from rpc.server import Service
 from rpc.violations import Violations
 from runtime.clock import perf_counter
-from services.engines.base import EmbeddingRules, TextEmbedder, Vector
+from services.engines.base import TextEmbedder, Vector
+from services.engines.rules import EmbeddingRules
 from services.identity import Identity
 from services.parts import WorkerParts
 from services.requests.calls import Calls

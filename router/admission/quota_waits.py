@@ -32,7 +32,7 @@ _WHY = {
 Borrow: TypeAlias = Callable[[TenantQuota, QuotaNeed], Awaitable[peer_pb2.QuotaLoan | None]]
 
 
-class QuotaLines:
+class QuotaWaits:
     """Uses what `borrow` gets, as soon as there is enough."""
 
     def __init__(self, borrow: Borrow, config: QuotasConfig, clock: Clock, peers: Peers, wait_seconds: float) -> None:
@@ -46,32 +46,32 @@ class QuotaLines:
         """Raises QuotaExceeded and QuotaUnavailable, within so many seconds."""
         if not tenant.is_limited:
             return
-        line, now, seconds = tenant.line(need), self._clock(), tenant.seconds_of(need)
+        queue, now, seconds = tenant.queue(need), self._clock(), tenant.seconds_of(need)
         gives_up_at = now + min(self._wait_seconds, _BEFORE_DEADLINE * within_seconds)
-        served_at = line.served_at(line.joined_seconds + seconds)
-        if line.refusal is not None and served_at >= gives_up_at:
-            raise _exceeded(tenant, need, line.refusal, served_at - now)
-        with line.join(seconds) as end:
+        served_at = queue.served_at(queue.joined_seconds + seconds)
+        if queue.refusal is not None and served_at >= gives_up_at:
+            raise _exceeded(tenant, need, queue.refusal, served_at - now)
+        with queue.join(seconds) as end:
             await self._await_turn(tenant, need, end, gives_up_at)
             try:
                 await self._use_in_turn(tenant, need, gives_up_at)
             finally:
-                line.refusal = None
-                line.turn.release()
+                queue.refusal = None
+                queue.turn.release()
 
     async def _await_turn(self, tenant: TenantQuota, need: QuotaNeed, end: float, gives_up_at: float) -> None:
         """Waits for those ahead, whose deadlines may be later. Raises as `use`."""
-        line = tenant.line(need)
-        if line.length == 1:
-            await line.turn.acquire()
+        queue = tenant.queue(need)
+        if queue.length == 1:
+            await queue.turn.acquire()
             return
         try:
             async with timeout(gives_up_at - self._clock()):
-                await line.turn.acquire()
+                await queue.turn.acquire()
         except TimeoutError:
-            if line.refusal is None:
+            if queue.refusal is None:
                 raise _unavailable(tenant.name) from None
-            raise _exceeded(tenant, need, line.refusal, line.served_at(end) - self._clock()) from None
+            raise _exceeded(tenant, need, queue.refusal, queue.served_at(end) - self._clock()) from None
 
     async def _use_in_turn(self, tenant: TenantQuota, need: QuotaNeed, gives_up_at: float) -> None:
         while True:
@@ -80,7 +80,7 @@ class QuotaLines:
             if loan is None:
                 if self._is_allowed_without(tenant, gives_up_at):
                     return
-                tenant.line(need).refusal = None
+                tenant.queue(need).refusal = None
                 await self._await_lender(tenant, change, gives_up_at)
             elif loan.granted:
                 return
@@ -114,11 +114,11 @@ class QuotaLines:
         self, tenant: TenantQuota, need: QuotaNeed, loan: peer_pb2.QuotaLoan, gives_up_at: float
     ) -> None:
         """Waits until the bucket of a lender that began with nothing has enough. Raises QuotaExceeded at others."""
-        line, seconds = tenant.line(need), max(_SHORTEST_RETRY_SECONDS, refusal_seconds(loan))
+        queue, seconds = tenant.queue(need), max(_SHORTEST_RETRY_SECONDS, refusal_seconds(loan))
         refills_at = self._clock() + seconds
         if not loan.began_empty or refills_at >= gives_up_at:
             raise _exceeded(tenant, need, loan, seconds)
-        line.refusal, line.refills_from = loan, refills_at - tenant.seconds_of(need)
+        queue.refusal, queue.refills_from = loan, refills_at - tenant.seconds_of(need)
         await asyncio.sleep(seconds)
 
 

@@ -16,8 +16,8 @@ from rpc.server import Service
 from rpc.violations import Violations
 from runtime.aio import gather_or_cancel
 from runtime.clock import perf_counter
-from services.engines.base import ClipRules, DrawingRules
 from services.engines.diffusion import Clip, ClipOptions, Diffuser, Drawing, Picture, Step
+from services.engines.rules import ClipRules, DrawingRules
 from services.parts import WorkerParts
 from services.requests.calls import Calls
 from services.telemetry import metrics

@@ -14,7 +14,6 @@ from rpc.metadata import remaining_seconds
 from rpc.server import Service
 from rpc.tracing.span import current_span, optional_attempt
 from runtime.clock import perf_counter
-from services.decode_work import DecodeWork, RequestReader
 from services.engines.answer import Finished, FinishReason, Tokens
 from services.engines.base import Engine
 from services.engines.journal.journal import RecoveredDecode
@@ -39,9 +38,11 @@ from services.requests.decoded import Accepted, Yielded, response, tokens_respon
 from services.requests.fault_injection import NO_FAULTS, Faults, Metadata
 from services.requests.loras import require_lora, using_lora
 from services.requests.prompts import check_limits, read_sampling
+from services.resume.attaching import attached, require_later
 from services.resume.stream import KeptStream
-from services.resume.streams import KeptStreams, attached, require_later
+from services.resume.streams import KeptStreams
 from services.resume.takeover import LeftStream, release
+from services.roles.decode_work import DecodeWork, RequestReader
 from services.telemetry import metrics
 from services.telemetry.timings import DecodeClock
 
