@@ -21,14 +21,13 @@ from services.engines.kv import PulledKv
 from services.engines.prompt import Prompt, Sampling
 from services.engines.running.generation import Generation
 from services.handoff import spans as traces
-from services.handoff.borrowing import PrefixBorrower
 from services.handoff.destinations import Allocator
 from services.handoff.fetcher import Fetcher
 from services.handoff.prefetch import Followed, read_followed
 from services.handoff.pull import Puller
 from services.handoff.remote_handoff import read_handoff
 from services.handoff.service import release_if_undelivered
-from services.moving.running import RunningDecode, RunningDecodes
+from services.moving.running import RunningDecode
 from services.moving.warming import Warmer
 from services.parts import WorkerParts
 from services.requests.calls import RunningCall
@@ -196,7 +195,7 @@ class DecodeServicer(decode_pb2_grpc.DecodeServiceServicer):
 @asynccontextmanager
 async def open_service(parts: WorkerParts) -> AsyncIterator[Service]:
     """Opens the role on a worker; one without it answers RoleMismatch."""
-    worker, engine = parts.worker, parts.worker.engine
+    engine = parts.worker.engine
     async with AsyncExitStack() as stack:
         decoder = None
         if engine is not None:
@@ -204,8 +203,7 @@ async def open_service(parts: WorkerParts) -> AsyncIterator[Service]:
             puller = await stack.enter_async_context(Puller(engine, parts.peers, parts.transports, check_every))
             transfer = engine.kv_transfer
             fetcher = Fetcher(transfer, engine.facts.layout, parts.peers) if transfer else None
-            allocator = Allocator(engine, worker.identity, worker.leases)
-            decoder = Decoder(engine, puller, fetcher, allocator, parts.decodes, parts.borrower)
+            decoder = Decoder(engine, puller, fetcher, parts)
         servicer = DecodeServicer(parts, decoder)
         if engine is not None:
             servicer.take_over(engine.pop_recovered())
@@ -223,18 +221,10 @@ class _Prepared:
 class Decoder:
     """Runs decodes on an engine. KV from elsewhere is pulled, or fetched by an engine that transfers KV itself."""
 
-    def __init__(
-        self,
-        engine: Engine,
-        puller: Puller,
-        fetcher: Fetcher | None,
-        allocator: Allocator,
-        decodes: RunningDecodes,
-        borrower: PrefixBorrower,
-    ) -> None:
-        self._borrower = borrower
-        self._decodes = decodes
-        self.allocator = allocator
+    def __init__(self, engine: Engine, puller: Puller, fetcher: Fetcher | None, parts: WorkerParts) -> None:
+        self._borrower = parts.borrower
+        self._decodes = parts.decodes
+        self.allocator = Allocator(engine, parts.worker.identity, parts.worker.leases)
         self.warmer = Warmer(engine, puller)
         self._engine = engine
         self._puller = puller
