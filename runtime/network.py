@@ -50,7 +50,7 @@ async def is_listening(address: str) -> bool:
     try:
         async with timeout(_CONNECT_SECONDS):
             _, writer = await asyncio.open_connection(host, int(port))
-    except (OSError, asyncio.TimeoutError):
+    except OSError:
         return False
     writer.close()
     return True

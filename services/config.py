@@ -88,7 +88,6 @@ class KeepMemoryConfig(Section):
 
     weights: bool = Field(default=False, description="A worker that starts again finds its weights in memory.")
     kv: bool = Field(default=False, description="It finds its KV too: of running answers, and of its prefix cache.")
-    standby: bool = Field(default=False, description="Not there yet: a second process, ready to take over.")
     hang_seconds: float = Field(
         default=10.0,
         ge=2,
@@ -107,12 +106,6 @@ class KeepMemoryConfig(Section):
     def is_on(self) -> bool:
         """True if the worker has a keeper."""
         return self.weights or self.kv
-
-    @model_validator(mode="after")
-    def _has_no_standby(self) -> "KeepMemoryConfig":
-        if self.standby:
-            raise ValueError("standby: no engine has a standby yet")
-        return self
 
 
 class LocationConfig(Section):

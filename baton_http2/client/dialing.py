@@ -83,7 +83,7 @@ async def _connect(peer: ServerAddress, path: str, push: PushMessage, limits: Se
                 ssl=peer.tls,
                 server_hostname=(peer.server_name or host) if peer.tls else None,
             )
-    except (OSError, TimeoutError, asyncio.TimeoutError, ValueError, OverflowError) as error:
+    except (OSError, ValueError, OverflowError) as error:
         raise ConnectFailed(f"cannot connect to {peer.address}: {error}") from error
     secured_by = connection.transport.get_extra_info("ssl_object")
     if secured_by is not None and secured_by.selected_alpn_protocol() != "h2":

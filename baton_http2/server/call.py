@@ -179,7 +179,7 @@ class ServerCall:
         try:
             async with timeout(limits.wait_seconds if limits else None):
                 await inflating.acquire()
-        except asyncio.TimeoutError:
+        except TimeoutError:
             EXCEEDED.labels("unread_input").inc()
             raise MessageFailure.no_memory() from None
         hold.on_release(inflating.release)
@@ -326,7 +326,7 @@ class Context(CallContext):
 
         A write of grpcio's client that meets the end of its call fails with INTERNAL, and the status is lost.
         """
-        with suppress(asyncio.TimeoutError):
+        with suppress(TimeoutError):
             async with timeout(_FIRST_MESSAGE_SECONDS):
                 await self._stream.inbox.first()
 

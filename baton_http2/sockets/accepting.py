@@ -125,7 +125,7 @@ class Acceptor:
             await self._loop.connect_accepted_socket(
                 self._make_protocol, accepted, ssl=self._tls, ssl_handshake_timeout=self._handshake_seconds
             )
-        except (OSError, asyncio.TimeoutError) as error:
+        except OSError as error:
             log.debug("a connection did not come about", error=str(error))
             accepted.close()
 

@@ -110,7 +110,7 @@ async def _wait(folder: StateFolder, readiness: Readiness) -> int:
         _say(f"error: {failure.message}; the end of its log, {folder.log(failure.process)}:")
         _say("\n".join(f"  {line}" for line in last_lines(folder.log(failure.process), LINES_OF_FAILURE)))
         return 1
-    except asyncio.TimeoutError:
+    except TimeoutError:
         _say(f"error: no completed request within {READY_SECONDS:g} s; see {folder.logs}")
         return 1
     state = folder.read()

@@ -35,7 +35,7 @@ async def start(folder: StateFolder, options: ClusterOptions) -> None:
             while folder.read() is None:
                 _raise_if_failed(process.poll(), folder)
                 await asyncio.sleep(POLL_SECONDS)
-    except asyncio.TimeoutError:
+    except TimeoutError:
         _end(process)
         raise StartFailed(f"the supervisor did not start within {START_SECONDS:g} s", "supervisor") from None
     except asyncio.CancelledError:
@@ -103,7 +103,7 @@ async def _ended_after(folder: StateFolder, number: signal.Signals, seconds: flo
                         with contextlib.suppress(ProcessLookupError):
                             os.kill(pid, number)
                     await asyncio.sleep(POLL_SECONDS)
-        except asyncio.TimeoutError:
+        except TimeoutError:
             return False
     return True
 

@@ -18,7 +18,7 @@ from pathlib import Path
 from baton.errors import ConfigError
 from cli.local.plan import ClusterOptions, ClusterPlan, ProcessPlan, plan
 from cli.local.state import AlreadyRunning, ClusterState, ProcessState, StateFolder
-from runtime.aio import TaskGroup
+from runtime.aio import TaskGroup, timeout
 from runtime.machine import VARIABLE
 
 STOP_SECONDS = 8.0
@@ -110,8 +110,9 @@ async def _end(process: asyncio.subprocess.Process, seconds: float) -> None:
     """Terminates the process, waits, and kills it and its children. Cancellation does not interrupt it."""
     if process.returncode is None:
         process.terminate()
-        with contextlib.suppress(asyncio.TimeoutError):
-            await asyncio.wait_for(asyncio.shield(process.wait()), seconds)
+        with contextlib.suppress(TimeoutError):
+            async with timeout(seconds):
+                await process.wait()
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
     await process.wait()

@@ -64,7 +64,7 @@ class OpenAIServer:
         try:
             async with timeout(_MODELS_SECONDS):
                 return [str(model["id"]) for model in json.loads(await self._whole("GET", "/v1/models"))["data"]]
-        except (OSError, asyncio.TimeoutError, RequestFailed) as error:
+        except (OSError, RequestFailed) as error:
             raise Unavailable(f"{self._target.host}:{self._target.port} lists no models: {error}") from error
         except (ValueError, KeyError, TypeError) as error:
             raise ConfigError(f"--url: /v1/models has no list of models: {error!r}") from error
@@ -79,7 +79,7 @@ class OpenAIServer:
             ):
                 async for piece in pieces:
                     reading.feed(piece)
-        except asyncio.TimeoutError:
+        except TimeoutError:
             raise RequestFailed("DeadlineExceeded", f"no whole answer within {self._timeout_seconds:g} s") from None
         except OSError as error:
             raise RequestFailed("connection lost", str(error)) from error

@@ -88,7 +88,7 @@ class _HttpConnection:
                 while await self._serve_one():
                     self._protocol.start_next_cycle()
                     idle.reschedule(asyncio.get_running_loop().time() + _IDLE_SECONDS)
-        except (ConnectionError, h11.LocalProtocolError, asyncio.TimeoutError):
+        except (ConnectionError, h11.LocalProtocolError, TimeoutError):
             # The client has left, or is silent.
             return
 

@@ -89,21 +89,11 @@ class LatencyPredictor:
         ]
         decode = [worker for worker in workers if "decode" in worker.record.roles]
         prefill = [worker for worker in workers if "prefill" in worker.record.roles] or decode
-        prompts = [worker.latency.prompts.seconds(estimate.prompt_tokens) for worker in prefill]
-        tokens = [_token_seconds(worker, self._tokens(estimate)) for worker in decode]
+        prompt = _least([worker.latency.prompts.seconds(estimate.prompt_tokens) for worker in prefill])
+        tokens = _least([_token_seconds(worker, self._tokens(estimate)) for worker in decode])
         # Those that sleep have not been measured for long.
         waking = min((worker.wake_seconds for worker in decode), default=0.0)
-        known_prompts = [seconds for seconds in prompts if seconds is not None]
-        known_tokens = [seconds for seconds in tokens if seconds is not None]
-        # A worker without measurements may be quick.
-        if (
-            not known_prompts
-            or not known_tokens
-            or len(known_prompts) < len(prompts)
-            or len(known_tokens) < len(tokens)
-        ):
-            return waking or None
-        return waking + min(known_prompts) + min(known_tokens)
+        return waking or None if prompt is None or tokens is None else waking + prompt + tokens
 
     def learn(self, estimate: RequestEstimate, generated: int) -> None:
         """Adds a complete request."""
@@ -117,6 +107,12 @@ class LatencyPredictor:
     def _tokens(self, estimate: RequestEstimate) -> float:
         lengths = self._lengths.get(estimate.model) or _Lengths(self._clock)
         return lengths.tokens(estimate.max_tokens)
+
+
+def _least(seconds: Sequence[float | None]) -> float | None:
+    """The least; None if there is none, or one is unknown: a worker without measurements may be quick."""
+    known = [each for each in seconds if each is not None]
+    return min(known) if known and len(known) == len(seconds) else None
 
 
 def _token_seconds(worker: MeasuredWorker, tokens: float) -> float | None:

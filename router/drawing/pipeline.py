@@ -1,6 +1,5 @@
 """The life of a request for pictures or clips, top to bottom: validate, admit, draw."""
 
-import asyncio
 from collections.abc import Awaitable, Callable
 from functools import partial
 
@@ -99,5 +98,5 @@ async def _send_in_time(send: Send, seconds: float, event: Event | Finished) -> 
     try:
         async with timeout(seconds):
             await send(event)
-    except asyncio.TimeoutError:
+    except TimeoutError:
         raise SlowReader(f"the client has read nothing for {seconds:g} s") from None

@@ -114,7 +114,7 @@ class HttpCall:
             try:
                 async with timeout(limits.stall_seconds):
                     message = await self._receive()
-            except asyncio.TimeoutError:
+            except TimeoutError:
                 raise HttpRefusal(408, _TOO_SLOW) from None
             if message["type"] == "http.disconnect":
                 self._has_left = True

@@ -134,7 +134,7 @@ async def run_stream(call: HttpCall, stream: FailableStream, work: Coroutine[Any
 
 async def _fail(stream: FailableStream, error: BatonError) -> None:
     """Tells a client that reads why its answer ends here."""
-    with suppress(asyncio.TimeoutError):
+    with suppress(TimeoutError):
         async with timeout(_FAIL_SECONDS):
             await stream.fail(error)
 

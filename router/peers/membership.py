@@ -3,7 +3,7 @@
 import asyncio
 import math
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import aclosing
 from functools import partial
 
@@ -93,11 +93,7 @@ class RegisteredPeers:
         homes = {name for name, record in others.items() if RECORDS_ONLY not in record.capabilities}
         # While the others do not know of it, this router is no home: they would choose another one.
         own = {self.own.worker_id} if is_registered or not homes else set()
-        for name in [name for name, link in self._links.items() if others.get(name) != link.record]:
-            self._links.pop(name).close()
-        for name, record in others.items():
-            if name not in self._links:
-                self._links[name] = self._connect(record)
+        self._connect_all(others)
         routers = tuple(sorted(homes | own))
         is_new = is_registered and not self.knows_others
         if is_new and homes:
@@ -117,6 +113,14 @@ class RegisteredPeers:
             metrics.PEERS.set(self.count)
         if has_changed or is_first:
             self.changed()
+
+    def _connect_all(self, others: Mapping[str, WorkerRecord]) -> None:
+        """Has a link to each of them, and to no other router."""
+        for name in [name for name, link in self._links.items() if others.get(name) != link.record]:
+            self._links.pop(name).close()
+        for name, record in others.items():
+            if name not in self._links:
+                self._links[name] = self._connect(record)
 
     def close(self) -> None:
         """Ends all calls."""

@@ -112,7 +112,7 @@ class RouterProcess:
             await self._linked().call(messages.Drain(at_once=at_once), messages.Done, _DRAIN_SECONDS)
         except LinkLost:
             return
-        except asyncio.TimeoutError:
+        except TimeoutError:
             log.warning("process of the router did not answer", process=self.name)
 
     async def metrics(self) -> list[Family]:
@@ -175,7 +175,7 @@ class RouterProcess:
                 answer = await self._linked().call(messages.AskReport(), messages.ProcessReport, _HUNG_SECONDS)
             except LinkLost:
                 return
-            except asyncio.TimeoutError:
+            except TimeoutError:
                 log.error("process of the router hangs", process=self.name, seconds=monotonic() - answered)
                 self.signal(signal.SIGKILL)
                 return
@@ -188,7 +188,7 @@ async def _end(process: asyncio.subprocess.Process) -> None:
     try:
         async with timeout(CLEANUP_SECONDS):
             await process.wait()
-    except asyncio.TimeoutError:
+    except TimeoutError:
         process.kill()
         await process.wait()
 

@@ -53,7 +53,7 @@ class LinkedSiblings:
         question = StopRequests.of(request_id, caller)
         try:
             answer = await self._link.call(question, RequestsStopped, _PATIENCE_SECONDS)
-        except asyncio.TimeoutError:
+        except TimeoutError:
             raise Unavailable("the other processes of this router do not answer") from None
         return StoppedRequests(answer.count, answer.messages())
 

@@ -112,7 +112,7 @@ class ProcessGroup:
     async def _scrape(self, process: RouterProcess) -> None:
         try:
             self._metrics.update(process.name, await process.metrics())
-        except (LinkLost, asyncio.TimeoutError):
+        except (LinkLost, TimeoutError):
             log.debug("process of the router did not report its metrics", process=process.name)
 
     async def _prepare(self, process: RouterProcess) -> None:
@@ -139,7 +139,7 @@ class ProcessGroup:
         try:
             async with timeout(self._drain_seconds):
                 await asyncio.wait(keeping)
-        except asyncio.TimeoutError:
+        except TimeoutError:
             log.error("processes of the router did not end", seconds=self._drain_seconds)
             self._kill()
 
@@ -166,7 +166,7 @@ async def _stop(process: RouterProcess, question: StopRequests) -> RequestsStopp
         return await process.stop(question, STOP_SECONDS)
     except LinkLost:
         return RequestsStopped(count=0)
-    except asyncio.TimeoutError:
+    except TimeoutError:
         log.warning("process of the router did not answer a cancel", process=process.name)
         return RequestsStopped(count=0)
 

@@ -39,7 +39,6 @@ from rpc.interceptors.calls import arrived_at
 from rpc.metadata import remaining_seconds
 from runtime.aio import gather_or_cancel
 
-# A worker that has an answer and does not tell of it in this time is not waited for.
 # More ids than this are replayed in a thread.
 _MANY_IDS = 4096
 

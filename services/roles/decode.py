@@ -21,26 +21,22 @@ from services.engines.kv import PulledKv
 from services.engines.prompt import Prompt, Sampling
 from services.engines.running.generation import Generation
 from services.handoff import spans as traces
-from services.handoff.borrowing import PrefixBorrower
 from services.handoff.destinations import Allocator
 from services.handoff.fetcher import Fetcher
-from services.handoff.leases import LeaseTable
 from services.handoff.prefetch import Followed, read_followed
 from services.handoff.pull import Puller
 from services.handoff.remote_handoff import read_handoff
 from services.handoff.service import release_if_undelivered
-from services.identity import Identity
-from services.moving.running import RunningDecode, RunningDecodes
+from services.moving.running import RunningDecode
 from services.moving.warming import Warmer
 from services.parts import WorkerParts
-from services.requests.calls import Calls, RunningCall
+from services.requests.calls import RunningCall
 from services.requests.decoded import Accepted, Yielded, response, tokens_response
 from services.requests.fault_injection import NO_FAULTS, Faults, Metadata
 from services.requests.loras import require_lora, using_lora
 from services.requests.prompts import check_limits, read_sampling
 from services.resume.attaching import attached, require_later
 from services.resume.stream import KeptStream
-from services.resume.streams import KeptStreams
 from services.resume.takeover import LeftStream, release
 from services.roles.decode_work import DecodeWork, RequestReader
 from services.telemetry import metrics
@@ -52,22 +48,13 @@ SERVICE_NAME = decode_pb2.DESCRIPTOR.services_by_name["DecodeService"].full_name
 class DecodeServicer(decode_pb2_grpc.DecodeServiceServicer):
     """DecodeService. Only a worker without an engine, which never has the role, has no `decoder`."""
 
-    def __init__(
-        self,
-        identity: Identity,
-        calls: Calls,
-        requests: RequestReader,
-        decoder: "Decoder | None",
-        kept: KeptStreams,
-        decodes: RunningDecodes,
-        leases: LeaseTable,
-    ) -> None:
-        self._kept = kept
-        self._decodes = decodes
-        self._leases = leases
-        self._identity = identity
-        self._calls = calls
-        self._requests = requests
+    def __init__(self, parts: WorkerParts, decoder: "Decoder | None") -> None:
+        self._kept = parts.worker.kept
+        self._decodes = parts.decodes
+        self._leases = parts.worker.leases
+        self._identity = parts.worker.identity
+        self._calls = parts.calls
+        self._requests = RequestReader(parts.media)
         self._decoder = decoder
 
     async def Allocate(self, request: decode_pb2.AllocateRequest, context: Any) -> decode_pb2.AllocateResponse:
@@ -208,7 +195,7 @@ class DecodeServicer(decode_pb2_grpc.DecodeServiceServicer):
 @asynccontextmanager
 async def open_service(parts: WorkerParts) -> AsyncIterator[Service]:
     """Opens the role on a worker; one without it answers RoleMismatch."""
-    worker, engine = parts.worker, parts.worker.engine
+    engine = parts.worker.engine
     async with AsyncExitStack() as stack:
         decoder = None
         if engine is not None:
@@ -216,11 +203,8 @@ async def open_service(parts: WorkerParts) -> AsyncIterator[Service]:
             puller = await stack.enter_async_context(Puller(engine, parts.peers, parts.transports, check_every))
             transfer = engine.kv_transfer
             fetcher = Fetcher(transfer, engine.facts.layout, parts.peers) if transfer else None
-            allocator = Allocator(engine, worker.identity, worker.leases)
-            decoder = Decoder(engine, puller, fetcher, allocator, parts.decodes, parts.borrower)
-        servicer = DecodeServicer(
-            worker.identity, parts.calls, RequestReader(parts.media), decoder, worker.kept, parts.decodes, worker.leases
-        )
+            decoder = Decoder(engine, puller, fetcher, parts)
+        servicer = DecodeServicer(parts, decoder)
         if engine is not None:
             servicer.take_over(engine.pop_recovered())
         yield Service(SERVICE_NAME, decode_pb2_grpc.add_DecodeServiceServicer_to_server, servicer)
@@ -237,18 +221,10 @@ class _Prepared:
 class Decoder:
     """Runs decodes on an engine. KV from elsewhere is pulled, or fetched by an engine that transfers KV itself."""
 
-    def __init__(
-        self,
-        engine: Engine,
-        puller: Puller,
-        fetcher: Fetcher | None,
-        allocator: Allocator,
-        decodes: RunningDecodes,
-        borrower: PrefixBorrower,
-    ) -> None:
-        self._borrower = borrower
-        self._decodes = decodes
-        self.allocator = allocator
+    def __init__(self, engine: Engine, puller: Puller, fetcher: Fetcher | None, parts: WorkerParts) -> None:
+        self._borrower = parts.borrower
+        self._decodes = parts.decodes
+        self.allocator = Allocator(engine, parts.worker.identity, parts.worker.leases)
         self.warmer = Warmer(engine, puller)
         self._engine = engine
         self._puller = puller

@@ -104,7 +104,7 @@ class NixlTransport(Transport):
                 async with timeout(_OPEN_SECONDS):
                     await pool.probe()
                 return pool
-            except asyncio.TimeoutError as error:
+            except TimeoutError as error:
                 raise TransportUnavailable(f"nothing could be read within {_OPEN_SECONDS:g} s") from error
             except TransferFailed as error:
                 refused.append(str(error))
@@ -165,7 +165,7 @@ class NixlPool:
         try:
             async with timeout(transfer.deadline - monotonic()):
                 await self._in_thread(partial(_copy, transfer))
-        except asyncio.TimeoutError as error:
+        except TimeoutError as error:
             raise TransferFailed("deadline exceeded") from error
 
     def close(self) -> None:

@@ -67,7 +67,7 @@ class TcpTransport(Transport):
             undo.callback(pool.close)
             try:
                 pool.give_back(await pool.connect())
-            except (OSError, ValueError, asyncio.TimeoutError) as error:  # ValueError: no name by the rules of DNS
+            except (OSError, ValueError) as error:  # ValueError: no name by the rules of DNS
                 why = str(error)[:200] or f"nothing within {_CONNECT_SECONDS:g} s"
                 raise TransportUnavailable(
                     f"cannot connect to {endpoint.tcp.host}:{endpoint.tcp.port}: {why}"
@@ -89,7 +89,7 @@ class TcpPool:
         """Receives in a thread. See PoolReader."""
         try:
             connection = self._acquire() or await self.connect()
-        except (OSError, ValueError, asyncio.TimeoutError) as error:
+        except (OSError, ValueError) as error:
             raise TransferFailed(f"cannot connect: {error}") from error
         request = _Request(connection, transfer)
         submitted = self._threads.submit(request.run)
@@ -125,7 +125,7 @@ class TcpPool:
                 # Each address gets its share of the time, so that a silent one leaves some for the others.
                 async with timeout((deadline - loop.time()) / (len(found) - index)):
                     return await self._connect(family, address)
-            except (OSError, asyncio.TimeoutError) as failed:
+            except OSError as failed:
                 error = failed
         raise error
 

@@ -214,7 +214,7 @@ def _pairs(
             link = cost.links.get(process) or cost.link_to(reader)
             if link.exists:
                 usual = link.usual
-                # As `link.seconds(moved)` and `late(arrival)`.
+                # As `link.seconds(moved)`; it waits for the prompts that still run there when it arrives.
                 arrival = first_token + link.slowness * (usual.base + moved * usual.rate)
                 options.append(((wait if wait > arrival else arrival) + joins + link.distance, prefill, decode))
     return options

@@ -1,9 +1,7 @@
 """The costs of a prompt at each data-parallel rank of the workers that could run it."""
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Generic, TypeAlias
-
-from typing_extensions import NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 from router.routing.policy import NO_LOAD, LoadPlan, RoutingRequest, W
 from router.routing.prefix.cost import Costs, RelativeCost, WorkerCost
@@ -23,9 +21,14 @@ _ASLEEP_SECONDS = 1.0
 # For so many lists of workers it is remembered which ranks they have.
 _MOST_LISTS = 64
 
-# The fields of ranks as plain tuples, since each request has one for every rank, and a tuple takes a fifth of the time
-# of an object. `PrefillRank(*fields)` gives them their names.
+# Ranks are plain tuples, since each request has one for every rank, and objects take five times as long. They compare
+# by the order in which they are combined into pairs: those that were given fewer tokens come first among equals, and
+# no two have the same number. Of one for prefill: the seconds to the first token (the wait and the prefill), the
+# tokens given so far, its number among all, the wait, the prefill, the cached tokens, the worker, its costs, the
+# rank's work.
 PrefillFields: TypeAlias = tuple[float, float, int, float, float, int, W, WorkerCost, RankWork]
+# Of one for decoding: the seconds to join the batch and by which streams and request slow each other down, the streams
+# given so far, the number, the prompt's costs if it runs here, what the streams lose by that, and if there is memory.
 DecodeFields: TypeAlias = tuple[float, float, int, PrefillFields[W], float, bool]
 
 
@@ -35,48 +38,6 @@ class Matched(NamedTuple):
     blocks: Mapping[Cache, int]
     below: Mapping[Cache, Below]
     lenders: Sequence[Lender] = ()
-
-
-class PrefillRank(NamedTuple, Generic[W]):
-    """A rank of a worker, and what the prompt costs there, in seconds; `first_token` is `wait` and `prefill`.
-
-    Ranks compare by the order in which they are combined into pairs: those that were given fewer tokens come first
-    among equals. `number` is that of the rank among all, so that no two ranks are equal.
-    """
-
-    first_token: float
-    given_tokens: float
-    number: int
-    wait: float
-    prefill: float
-    cached_tokens: int
-    worker: W
-    cost: WorkerCost
-    work: RankWork
-
-    @property
-    def rank(self) -> int:
-        """Which of the worker's ranks it is."""
-        return self.work.cache.rank
-
-    def late(self, arrival: float) -> float:
-        """The seconds by which the prompts that run here delay a stream that arrives after `arrival` seconds."""
-        return max(0.0, self.wait - arrival)
-
-
-class DecodeRank(NamedTuple, Generic[W]):
-    """A rank of a worker that decodes, compared by `decode`, and `here`, what the prompt costs if it runs here.
-
-    `decode` is the time to join the batch and how much the streams there and the request slow each other down, and
-    `stall` what those streams lose if the prompt runs here. `has_memory` is whether there is memory for the prompt.
-    """
-
-    decode: float
-    given_streams: float
-    number: int
-    here: PrefillFields[W]
-    stall: float
-    has_memory: bool
 
 
 # A rank with all that its costs are read from, and how many ranks its worker has.

@@ -3,7 +3,7 @@
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import replace
-from types import TracebackType
+from typing import Any
 
 import torch
 from typing_extensions import Self
@@ -35,10 +35,8 @@ class ReplicatedEngine(Diffuser):
             self._opened = stack.pop_all()
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        await self._opened.__aexit__(kind, error, trace)
+    async def __aexit__(self, *exception: Any) -> None:
+        await self._opened.__aexit__(*exception)
 
     @property
     def facts(self) -> ModelFacts:

@@ -12,7 +12,6 @@ stream.py         the generator that `decode` returns; events of a request that 
 
 config.py         the engine's configuration
 parts.py          model, pool, memory, tiers and runner, which requests share
-facts.py          what it says of a loaded model
 failures.py       PyTorch's exceptions as errors: a failed device, short memory, another
 stall_detector.py a thread that hangs
 part.py           the skeleton of the encoder and the embedder

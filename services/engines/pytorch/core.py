@@ -8,14 +8,13 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 
 from baton.errors import BatonError, HandoffLost, InvalidRequest
-from services.engines.base import EngineLoad
+from services.engines.base import EngineLoad, ModelFacts
 from services.engines.context import KeptMemory
 from services.engines.journal.journal import FoundDecode, Journal
 from services.engines.kv import packed_ids
 from services.engines.memory.allocation import UNSHARED, AllocationRules, no_free_blocks
 from services.engines.prompt import Prompt, Sampling
 from services.engines.pytorch.config import PyTorchConfig
-from services.engines.pytorch.facts import facts_of
 from services.engines.pytorch.guidance.vocabulary import open_vocabulary
 from services.engines.pytorch.kv_cache.blocks import HashChain
 from services.engines.pytorch.kv_cache.events import CacheListener
@@ -32,7 +31,7 @@ from services.engines.pytorch.sequence import Event, Failed, Sink, State, TokenS
 from services.engines.pytorch.speculation.drafting import Drafter
 from services.engines.pytorch.steps.outcomes import StepOutcomes
 from services.engines.pytorch.steps.pipeline import LOAD_POLL_SECONDS, StepPipeline
-from services.engines.pytorch.steps.scheduler import Scheduler
+from services.engines.pytorch.steps.scheduler import Scheduler, SchedulerLimits
 from services.engines.pytorch.steps.tier_loads import BlockReservation
 
 _WARM_UP_TOKENS = 4
@@ -121,19 +120,25 @@ class EngineCore:
         self._parts.close()
 
     def _open_facts(self, config: PyTorchConfig, began: float) -> None:
-        parts, model = self._parts, self._parts.model
+        parts, model, limits = self._parts, self._parts.model, self._parts.limits
         files = checkpoint.model_files(config.model)
         self.vocabulary = open_vocabulary(files, model.shape.vocab_size, model.eos_token_ids)
-        self.facts = facts_of(
-            config,
-            model,
-            parts.layout,
-            parts.limits,
-            files,
-            kv_blocks=self._pool.total,
-            guided_decoding=self.vocabulary is not None,
-            takes_handoffs=self.exposes_kv,
+        self.facts = ModelFacts(
+            name=config.served_name,
+            engine="pytorch",
+            max_context_tokens=limits.max_context_tokens,
+            vocab_size=model.shape.vocab_size,
+            max_logprobs=min(config.max_logprobs, model.shape.vocab_size),
+            eos_token_ids=model.eos_token_ids,
+            layout=parts.layout,
+            files=files,
             load_seconds=time.monotonic() - began,
+            images=model.images,
+            guided_decoding=self.vocabulary is not None,
+            lora=config.lora is not None,
+            prompt_logprobs=config.max_logprobs > 0,
+            takes_handoffs=self.exposes_kv,
+            settings=_settings(config, limits, self._pool.total),
         )
 
     def new_sequence(
@@ -289,3 +294,13 @@ class EngineCore:
         if isinstance(outcome[-1], Failed):
             raise outcome[-1].error
         return sequence
+
+
+def _settings(config: PyTorchConfig, limits: SchedulerLimits, kv_blocks: int) -> tuple[tuple[str, str], ...]:
+    return (
+        ("kv_blocks", str(kv_blocks)),
+        ("max_sequences", str(limits.max_sequences)),
+        ("max_step_tokens", str(limits.max_step_tokens)),
+        ("max_waiting", str(limits.max_waiting)),
+        ("prefix_cache", str(config.prefix_cache).lower()),
+    )

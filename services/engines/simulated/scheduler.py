@@ -315,7 +315,7 @@ class SimulatedScheduler:
         try:
             async with timeout(seconds):
                 await self._wake.wait()
-        except asyncio.TimeoutError:
+        except TimeoutError:
             return False
         return True
 

@@ -21,7 +21,6 @@ _SLEEP = {"group": "/nowhere", "group_bytes": 2, "bytes": 1}
 _KV = {"keep_memory": {"kv": True}}
 
 _REFUSED = [
-    ({"keep_memory": {"standby": True}, "engine": _EMBEDDED}, "standby: no engine has a standby yet"),
     ({**_KV, "engine": {"kind": "simulated"}}, "keep_memory: engine.kind: the engine simulated keeps neither"),
     ({**_KV, "engine": {**_EMBEDDED, "device": "cuda:1"}}, "keep_memory: engine.device: cuda:1"),
     ({**_KV, "engine": {**_EMBEDDED, "tensor_parallel_size": 2}}, "keep_memory: engine.tensor_parallel_size"),

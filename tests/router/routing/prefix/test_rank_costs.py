@@ -1,6 +1,7 @@
 """What a prompt costs at each place that could run it."""
 
 from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 import pytest
 from support.clock import ManualClock
@@ -9,10 +10,11 @@ from baton.engine.v1 import prompt_pb2
 from baton.inference.v1 import cluster_service_pb2, generate_pb2
 from discovery.record import WorkerRecord
 from router.routing.policy import NO_LOAD, KnownLoras, LoadPlan, Prediction, PromptBlocks, RoutingRequest
-from router.routing.prefix.cost import Costs, Priors, RelativeCost
+from router.routing.prefix.cost import Costs, Priors, RelativeCost, WorkerCost
 from router.routing.prefix.forecast import Forecast
 from router.routing.prefix.prefix_caches import Below, Cache, PrefixCaches
-from router.routing.prefix.rank_costs import DecodeRank, Matched, PrefillRank, RankCosts
+from router.routing.prefix.rank_costs import Matched, PrefillFields, RankCosts
+from router.routing.prefix.work import RankWork
 
 SIZE = 16
 COSTS = Priors(prefill_base_seconds=0.5, prefill_tokens_per_second=100.0, entry_seconds=0.25, stream_seconds=0.001)
@@ -35,6 +37,35 @@ class Seen:
     loras: KnownLoras = field(default_factory=KnownLoras)
 
 
+class PrefillRank(NamedTuple):
+    """The names of PrefillFields."""
+
+    first_token: float
+    given_tokens: float
+    number: int
+    wait: float
+    prefill: float
+    cached_tokens: int
+    worker: Seen
+    cost: WorkerCost
+    work: RankWork
+
+    @property
+    def rank(self) -> int:
+        return self.work.cache.rank
+
+
+class DecodeRank(NamedTuple):
+    """The names of DecodeFields."""
+
+    decode: float
+    given_streams: float
+    number: int
+    here: PrefillFields[Seen]
+    stall: float
+    has_memory: bool
+
+
 def worker(worker_id: str, ranks: int = 1, requests: int = 0, others_tokens: int = 0, **load: int) -> Seen:
     record = WorkerRecord(worker_id, 1, "x:1", ("decode",), "m", "e", "a" * 64, 10_000, data_parallel_ranks=ranks)
     return Seen(record, requests, others_tokens, cluster_service_pb2.WorkerLoad(**load))
@@ -46,7 +77,7 @@ def request(tokens: int, answer_tokens: int = 100) -> RoutingRequest:
     return RoutingRequest("m", prompt, generate_pb2.RoutingOptions(), answer_tokens=answer_tokens, blocks=blocks)
 
 
-def decoding(one: Seen, tokens: int = 1600, cached_blocks: int = 0, costs: Costs | None = None) -> DecodeRank[Seen]:
+def decoding(one: Seen, tokens: int = 1600, cached_blocks: int = 0, costs: Costs | None = None) -> DecodeRank:
     """The place that a worker of one rank is for decoding, with 0.001 s more of each token for each stream."""
     matched = {Cache(one.record.process): cached_blocks}
     places = RankCosts(costs or Costs(COSTS))
@@ -60,7 +91,7 @@ def computing(
     costs: Costs | None = None,
     now: float = 0.0,
     below: dict[Cache, Below] | None = None,
-) -> list[PrefillRank[Seen]]:
+) -> list[PrefillRank]:
     """The places that the workers' ranks are for a prompt of 1600 tokens."""
     found = Matched(matched, below or {})
     places = RankCosts(costs or Costs(COSTS)).to_prefill(workers, request(1600), found, now)
@@ -142,11 +173,6 @@ def test_a_decode_worker_without_memory_for_the_prompt_and_those_before_it_has_n
     place = decoding(one, cached_blocks=cached_blocks)
     assert place.has_memory == has_memory
     assert place.decode == pytest.approx(0.25 + waiting * 0.1 + seconds)
-
-
-def test_a_stream_is_held_up_by_prompts_that_still_run_when_it_arrives() -> None:
-    place = PrefillRank(*decoding(worker("w", others_tokens=400)).here)
-    assert [place.late(arrival) for arrival in (1.0, 4.0, 9.0)] == [3.0, 0.0, 0.0]
 
 
 def test_what_a_prompt_loaded_is_not_taken_from_the_time_of_the_one_before(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -142,7 +142,7 @@ async def test_an_engine_that_hangs_is_seen_after_a_release_of_its_memory_was_gi
         hanging.set()
         going_on.wait()
 
-    async with llama.engine(stall_seconds=60.0, canary_seconds=0.1, canary_patience_seconds=0.3) as engine:
+    async with llama.engine(stall_seconds=3600.0, canary_seconds=0.1, canary_patience_seconds=0.3) as engine:
         memory = engine.releases_memory
         assert memory is not None
         _before_steps(engine, hang)
@@ -151,8 +151,10 @@ async def test_an_engine_that_hangs_is_seen_after_a_release_of_its_memory_was_gi
         await asyncio.sleep(0)
         release.cancel()
         await asyncio.wait([release])
-        await eventually(lambda: not engine.healthy)
-        going_on.set()
+        try:
+            await eventually(lambda: not engine.healthy)
+        finally:
+            going_on.set()
         await eventually(lambda: engine.healthy)
 
 

@@ -3,9 +3,7 @@
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from devtools.trace_viewer.reading import ReadSpan, ReadTrace
-
-VERSION = 1
+from support.traces.reading import ReadSpan, ReadTrace
 
 _GENERATE = "baton.generate"
 _PREFILL, _DECODE, _ENCODE = "PrefillService/Prefill", "DecodeService/Decode", "EncodeService/Encode"
