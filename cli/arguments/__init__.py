@@ -82,4 +82,5 @@ COMMANDS = (
     Subcommand("status", "Show the processes of `baton up`", cluster.nothing, "cluster.show_status"),
     Subcommand("logs", "Print the logs of the processes of `baton up`", cluster.logs, "cluster.show_logs"),
     Subcommand("traces", "Receive traces and show them on a page", records.traces, "traces.serve_traces"),
+    Subcommand("trace", "Check the trace of a request", records.trace, "traces.verify_trace"),
 )

@@ -40,3 +40,14 @@ def traces(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--listen", default="127.0.0.1:16686", metavar="HOST:PORT", help="serve the page here")
     number_of(parser, "--max-traces", type=integer(UINT32), default=10000, help="keep at most N traces")
     number_of(parser, "--max-mib", type=integer(UINT32), default=128, help="keep at most N MiB of spans")
+
+
+def trace(parser: argparse.ArgumentParser) -> None:
+    verify = parser.add_subparsers(dest="action", metavar="ACTION", required=True).add_parser(
+        "verify", help="check a request's trace against the contract in docs/tracing.md"
+    )
+    verify.add_argument("trace_id", metavar="TRACE_ID", help="from a log line or the page of `baton traces`")
+    verify.add_argument("--url", help="a Jaeger query API (default: the local cluster's, or http://127.0.0.1:16686)")
+    number_of(
+        verify, "--wait", type=positive, default=5.0, help="wait this long for spans to arrive", metavar="SECONDS"
+    )

@@ -15,7 +15,7 @@ from urllib.parse import unquote
 
 from opentelemetry.proto.collector.trace.v1 import trace_service_pb2, trace_service_pb2_grpc
 
-from devtools.trace_viewer import jaeger
+from devtools.trace_viewer import reading
 from devtools.trace_viewer.http import HttpAnswer, RequestTarget, serve_http
 from devtools.trace_viewer.store import Bounds, Query, TraceStore, dependencies, search, since
 from rpc.health import Health
@@ -50,16 +50,16 @@ class TraceApi:
         try:
             return await self._route(parts, target.query)
         except _Wrong as error:
-            return _json(jaeger.failure(400, str(error)), 400)
+            return _json(reading.failure(400, str(error)), 400)
 
     async def _route(self, parts: list[str], query: Mapping[str, list[str]]) -> HttpAnswer:
         match parts:
             case [""] | ["search"] | ["trace", _]:
                 return HttpAnswer(200, page(), _PAGE_HEADERS)
             case ["api", "services"]:
-                return _json(jaeger.envelope(self._store.services))
+                return _json(reading.envelope(self._store.services))
             case ["api", "services", service, "operations"]:
-                return _json(jaeger.envelope(sorted({each.name for each in self._store.operations(service)})))
+                return _json(reading.envelope(sorted({each.name for each in self._store.operations(service)})))
             case ["api", "operations"]:
                 return self._operations(_one(query, "service"), _one(query, "spanKind"))
             case ["api", "traces"]:
@@ -68,15 +68,15 @@ class TraceApi:
                 return self._trace(trace_id)
             case ["api", "dependencies"]:
                 edges = await dependencies(self._store)
-                return _json(jaeger.envelope([jaeger.dependency(edge) for edge in edges]))
+                return _json(reading.envelope([reading.dependency(edge) for edge in edges]))
             case _:
-                return _json(jaeger.failure(404, "nothing is served at this path"), 404)
+                return _json(reading.failure(404, "nothing is served at this path"), 404)
 
     def _operations(self, service: str, kind: str) -> HttpAnswer:
         if not service:
             raise _Wrong("parameter 'service' is required")
-        found = [jaeger.operation(each) for each in self._store.operations(service)]
-        return _json(jaeger.envelope([each for each in found if kind in ("", each["spanKind"])]))
+        found = [reading.operation(each) for each in self._store.operations(service)]
+        return _json(reading.envelope([each for each in found if kind in ("", each["spanKind"])]))
 
     async def _traces(self, query: Mapping[str, list[str]]) -> HttpAnswer:
         if query.get("traceID"):
@@ -84,13 +84,13 @@ class TraceApi:
             traces = [found for found in map(self._store.find, ids) if found]
         else:
             traces = await search(self._store, _query(query))
-        return _json(jaeger.envelope([jaeger.trace(each) for each in traces]))
+        return _json(reading.envelope([reading.trace(each) for each in traces]))
 
     def _trace(self, text: str) -> HttpAnswer:
         found = self._store.find(_trace_id(text))
         if found is None:
-            return _json(jaeger.failure(404, "trace not found"), 404)
-        return _json(jaeger.envelope([jaeger.trace(found)]))
+            return _json(reading.failure(404, "trace not found"), 404)
+        return _json(reading.envelope([reading.trace(found)]))
 
 
 @cache
@@ -99,7 +99,7 @@ def page() -> bytes:
     return resources.files("devtools.trace_viewer").joinpath("page.html").read_bytes()
 
 
-def _json(value: jaeger.Json, status: int = 200) -> HttpAnswer:
+def _json(value: reading.Json, status: int = 200) -> HttpAnswer:
     body = json.dumps(value, ensure_ascii=False, separators=(",", ":")).encode("utf-8", "replace")
     return HttpAnswer(status, body, {"content-type": "application/json; charset=utf-8"})
 

@@ -166,7 +166,7 @@ class Membership:
 
 @contextmanager
 def _locked(folder: Path, seconds: float = 0.0) -> Iterator[bool]:
-    """Holds the group's lock, for a read and a write; yields False if another process has it for `seconds`."""
+    """Holds the group's lock, for no longer than a read and a write; yields False if another one has it for so long."""
     file = os.open(folder / _LOCK, os.O_RDWR | os.O_CREAT, 0o600)
     try:
         yield _lock(file, monotonic() + seconds)

@@ -9,9 +9,9 @@ from pathlib import Path
 from support.clients.baton_command import Baton, SmallCluster
 from support.eventually import eventually
 from support.servers.otlp import viewing
-from support.traces.reading import read
 
-from devtools.trace_viewer import jaeger
+from devtools.trace_viewer import reading
+from devtools.trace_viewer.reading import read
 from runtime.aio import timeout
 
 
@@ -190,7 +190,7 @@ async def test_the_trace_of_a_request_begins_with_the_commands_own_span(
         outcome = await baton("generate", "hello", "--max-tokens", "2", "--address", cluster.address)
         (trace,) = viewer.store.newest_first()
     assert (outcome.code, outcome.err) == (0, "")
-    (span,) = read(jaeger.trace(trace)).spans
+    (span,) = read(reading.trace(trace)).spans
     assert (span.service, span.name) == ("baton-cli", "baton.inference.v1.InferenceService/Generate")
     assert span.attributes["baton.request_id"]
 

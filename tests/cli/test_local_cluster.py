@@ -15,8 +15,6 @@ import pytest
 from support.clients.baton_command import Baton
 from support.clients.scraping import scrape
 from support.eventually import eventually
-from support.traces.contract import Verdict, verify
-from support.traces.reading import ReadTrace, read
 
 from baton import AsyncClient
 from baton.images import user_message
@@ -24,6 +22,8 @@ from baton.inference.v1 import generate_pb2
 from cli.commands.generate import client_spans
 from cli.local import lifecycle
 from cli.local.state import ClusterState, StateFolder
+from devtools.trace_viewer.contract import Verdict, verify
+from devtools.trace_viewer.reading import ReadTrace, read
 from runtime.aio import timeout
 
 UP = ("up", "--engine", "simulated")

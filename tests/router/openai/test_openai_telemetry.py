@@ -6,9 +6,9 @@ from support.clients.scraping import since
 from support.cluster.in_process import DECODE, PREFILL
 from support.cluster.traced import Traced, traced
 from support.eventually import eventually
-from support.traces.reading import ReadTrace, read
 
-from devtools.trace_viewer import jaeger
+from devtools.trace_viewer import reading
+from devtools.trace_viewer.reading import ReadTrace, read
 from router.config import OpenAIConfig
 
 TRACE_ID, SPAN_ID = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
@@ -16,7 +16,7 @@ SERVED = "/v1/completions"
 
 
 def traces_of(cluster: Traced) -> list[ReadTrace]:
-    return [read(jaeger.trace(trace)) for trace in cluster.viewer.store.newest_first()]
+    return [read(reading.trace(trace)) for trace in cluster.viewer.store.newest_first()]
 
 
 @pytest.mark.feature("traces and metrics", engine="simulated", facade="openai")

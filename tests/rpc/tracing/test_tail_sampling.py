@@ -10,9 +10,9 @@ import yaml
 from support.cluster.in_process import simulated
 from support.cluster.processes import ROOT
 from support.cluster.traced import Traced, generated, to_the_end, tokens, traced
-from support.traces.reading import ReadTrace
 
 from baton.inference.v1 import generate_pb2 as pb
+from devtools.trace_viewer.reading import ReadTrace
 
 # Of each kind of policy: the fields that it has. A misspelt one would end the Collector at its start.
 FIELDS = {

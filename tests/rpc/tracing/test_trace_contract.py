@@ -10,11 +10,11 @@ from support.cluster.in_process import DECODE, PREFILL, simulated
 from support.cluster.traced import Traced, generated, to_the_end, tokens, traced
 from support.eventually import eventually
 from support.images.simulated_workers import about, leasing, multimodal
-from support.traces.contract import Verdict, verify
-from support.traces.reading import read
 
 from baton.inference.v1 import generate_pb2 as pb
-from devtools.trace_viewer import jaeger
+from devtools.trace_viewer import reading
+from devtools.trace_viewer.contract import Verdict, verify
+from devtools.trace_viewer.reading import read
 from router.config import AdmissionConfig, MovingConfig, QuotaConfig, QuotasConfig
 from services.config import HandoffConfig
 
@@ -123,7 +123,7 @@ async def test_refused_before_it_is_a_request_at_all() -> None:
         await to_the_end(cluster.running.stub.Generate(LONG, metadata=(("x-baton-fault", "crash@decode"),)))
         await eventually(lambda: len(cluster.viewer.store) == 1)
         (trace,) = cluster.viewer.store.newest_first()
-        assert verify(read(jaeger.trace(trace))) == Verdict("refused: PERMISSION_DENIED", ())
+        assert verify(read(reading.trace(trace))) == Verdict("refused: PERMISSION_DENIED", ())
 
 
 async def test_ok_with_an_embedding_that_was_pulled() -> None:
@@ -176,7 +176,7 @@ async def test_spans_say_which_process_made_them() -> None:
         (trace,) = cluster.viewer.store.newest_first()
     said = {
         process["serviceName"]: [tag["value"] for tag in process["tags"] if tag["key"] == "service.instance.id"]
-        for process in jaeger.trace(trace)["processes"].values()
+        for process in reading.trace(trace)["processes"].values()
     }
     assert said == {"baton-router": ["r1"], "baton-prefill": ["p1"], "baton-decode": ["d1"]}
 

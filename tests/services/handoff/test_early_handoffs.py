@@ -13,9 +13,9 @@ from support.engines.checkpoints import DEMO
 from support.engines.device import DEVICE, ON_DEVICE
 from support.engines.gated_prefill import GatedProgress, open_gated
 from support.eventually import eventually
-from support.traces.contract import Verdict
 from support.transports.nixl import NIXL
 
+from devtools.trace_viewer.contract import Verdict
 from router.config import RouterConfig
 from services.config import WorkerConfig
 from services.engines.pytorch.config import PyTorchConfig

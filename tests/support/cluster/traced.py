@@ -10,12 +10,12 @@ from grpc import aio
 from support.cluster.in_process import FAST_ROUTER, Bench, bench
 from support.eventually import PATIENCE_SECONDS
 from support.servers.otlp import viewing
-from support.traces.contract import Verdict, verify
-from support.traces.reading import ReadTrace, read
 
 from baton.inference.v1 import generate_pb2 as pb
-from devtools.trace_viewer import jaeger
+from devtools.trace_viewer import reading
 from devtools.trace_viewer.api import Viewer
+from devtools.trace_viewer.contract import Verdict, verify
+from devtools.trace_viewer.reading import ReadTrace, read
 from rpc.tracing.exporter import TracingConfig
 from services.config import WorkerConfig
 
@@ -29,7 +29,7 @@ class Traced:
 
     def trace(self) -> ReadTrace:
         """The trace of the only Generate so far."""
-        traces = [read(jaeger.trace(trace)) for trace in self.viewer.store.newest_first()]
+        traces = [read(reading.trace(trace)) for trace in self.viewer.store.newest_first()]
         (found,) = [trace for trace in traces if trace.named("baton.generate")]
         return found
 
@@ -40,7 +40,7 @@ class Traced:
         while verdict.faults or verdict.outcome == "no trace":
             assert asyncio.get_running_loop().time() < ends_at, verdict
             await asyncio.sleep(0.05)
-            if any(read(jaeger.trace(trace)).named("baton.generate") for trace in self.viewer.store.newest_first()):
+            if any(read(reading.trace(trace)).named("baton.generate") for trace in self.viewer.store.newest_first()):
                 verdict = verify(self.trace())
         return verdict
 

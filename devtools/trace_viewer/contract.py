@@ -3,7 +3,9 @@
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from support.traces.reading import ReadSpan, ReadTrace
+from devtools.trace_viewer.reading import ReadSpan, ReadTrace
+
+VERSION = 1
 
 _GENERATE = "baton.generate"
 _PREFILL, _DECODE, _ENCODE = "PrefillService/Prefill", "DecodeService/Decode", "EncodeService/Encode"

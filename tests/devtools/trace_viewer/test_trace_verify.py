@@ -1,14 +1,15 @@
-"""The check of the trace contract: a right trace has no faults, and each wrong one has its own."""
+"""`baton trace verify`, and the faults that it finds."""
 
 from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
-from support.servers.otlp import Made, resource_spans
-from support.traces.contract import Verdict, verify
-from support.traces.reading import read
+from support.clients.baton_command import Baton
+from support.servers.otlp import Made, resource_spans, trace_id, viewing
 
-from devtools.trace_viewer import jaeger
+from devtools.trace_viewer import reading
+from devtools.trace_viewer.contract import Verdict, verify
+from devtools.trace_viewer.reading import read
 from devtools.trace_viewer.store import TraceStore
 
 CALL = {"rpc.method": "x", "rpc.response.status_code": "OK"}
@@ -48,7 +49,7 @@ def verdict(spans: Sequence[Made]) -> Verdict:
     store = TraceStore()
     store.add(resource_spans(*spans))
     (trace,) = store.newest_first()
-    return verify(read(jaeger.trace(trace)))
+    return verify(read(reading.trace(trace)))
 
 
 def test_a_trace_that_is_right_has_no_faults() -> None:
@@ -95,3 +96,22 @@ def test_a_call_that_was_refused_at_the_door_is_a_trace_with_or_without_the_clie
 
 def test_a_trace_of_something_else_is_unknown() -> None:
     assert verdict([Made(1, 1, name="other.InferenceService/Get")]).outcome == "unknown"
+
+
+async def test_the_command_says_the_outcome_and_ends_well(baton: Baton) -> None:
+    async with viewing(*RIGHT.values()) as viewer:
+        done = await baton("trace", "verify", trace_id(1), "--url", viewer.url)
+    assert (done.code, done.out) == (0, "ok: 15 spans, 0 faults by version 1 of the contract\n")
+
+
+async def test_the_command_lists_faults_and_fails(baton: Baton) -> None:
+    async with viewing(*(span for name, span in RIGHT.items() if name != "route")) as viewer:
+        done = await baton("trace", "verify", trace_id(1), "--url", viewer.url, "--wait", "0.01")
+    assert done.code == 1
+    assert done.lines[1:] == ["  route is missing below baton.generate"]
+
+
+async def test_a_trace_that_is_not_there_is_an_error(baton: Baton) -> None:
+    async with viewing() as viewer:
+        done = await baton("trace", "verify", trace_id(1), "--url", viewer.url, "--wait", "0.01")
+    assert (done.code, "REQUEST_NOT_FOUND" in done.err) == (1, True)
