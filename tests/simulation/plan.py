@@ -6,6 +6,7 @@ A plan is a file of JSON. The seed of a plan also orders the loop, the network a
 import json
 import random
 from dataclasses import asdict, dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -71,13 +72,13 @@ class Fleet:
     registry: str = "memory"  # or etcd
     processes: int = 1  # of each router: so many of `routers` listen at the same address
 
-    @property
+    @cached_property
     def workers(self) -> tuple[str, ...]:
         """The names of its workers."""
         counts = (("encode", self.encode), ("prefill", self.prefill), ("decode", self.decode), ("mixed", self.mixed))
         return tuple(f"{role}-{number}" for role, count in counts for number in range(count))
 
-    @property
+    @cached_property
     def router_names(self) -> tuple[str, ...]:
         """The names of its routers."""
         return tuple(f"router-{number}" for number in range(self.routers))
@@ -233,7 +234,7 @@ def _fleet(draw: random.Random, profile: str) -> Fleet:
         large_bytes=draw.choice((512, 256 * 1024, 256 * 1024)),
         max_batch=draw.choice((2, 256, 256)),
         max_waiting=draw.choice((3, 1024, 1024)),
-        registry=draw.choice(("memory", "memory", "memory", "etcd")),
+        registry=draw.choice(("memory", "etcd")),
         processes=draw.choice((1, 1, 1, 2, 3)),
     )
 
@@ -333,15 +334,22 @@ def _faults(draw: random.Random, fleet: Fleet, profile: str, count: int, seconds
     if profile != "storm":
         return ()
     kinds = draw.sample((*PROCESS_KINDS, *NETWORK_KINDS, *REGISTRY_KINDS), draw.randint(1, 4))
-    found, aimed = [], draw.choice((0.0, 0.5, 1.0))
+    found, aimed, missed = list[Fault](), draw.choice((0.0, 0.5, 1.0)), draw.choice((0.0, 0.0, 0.5))
     for _ in range(draw.randint(2, max(3, count // 5))):
-        target = draw.choice(fleet.workers * 3 + fleet.router_names)
+        target, kind = draw.choice(fleet.workers * 3 + fleet.router_names), draw.choice(kinds)
         if draw.random() < aimed:
-            chosen = target if target in fleet.router_names else ""
-            found.append(_aimed(draw, fleet, draw.choice(kinds), chosen, count))
-            continue
-        found.append(_fault(draw, fleet, draw.choice(kinds), target, draw.random() * seconds))
+            found.append(_aimed(draw, fleet, kind, target if target in fleet.router_names else "", count))
+        else:
+            found.append(_fault(draw, fleet, kind, target, draw.random() * seconds))
+        if draw.random() < missed:
+            found.append(_missed(draw, fleet, found[-1]))
     return tuple(sorted(found, key=lambda one: one.at))
+
+
+def _missed(draw: random.Random, fleet: Fleet, fault: Fault) -> Fault:
+    """A router that stands still, or is cut off from the registry, while this happens: it learns of all at once."""
+    kind, seconds = draw.choice(("pause", "lost_lease")), draw.choice((1.7, 3.3, 6.0))
+    return replace(fault, kind=kind, target=draw.choice(fleet.router_names), others=(), seconds=seconds)
 
 
 def _fault(draw: random.Random, fleet: Fleet, kind: str, target: str, at: float) -> Fault:
