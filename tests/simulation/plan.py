@@ -26,6 +26,7 @@ LEASE_LENGTHS = (2.5, 3.1, 3.5, 4.5, 15.0)
 TENANTS = ("ann", "bob", "cy")
 _STEP_SECONDS = {"storm": (0.003, 0.01, 0.03, 0.06), "one_fault": (0.003, 0.01, 0.03, 0.03)}
 _LONG = 400  # tokens of a request, of which a pool holds so many at a time
+_SHARING = 0.1  # of the fleets have workers that share memory
 _BUSY_SECONDS = 20.0  # that all requests take, if each answer is as long as may be
 # OpenAI's completions and conversations; KServe's whole answers and streams.
 HTTP_APIS, KSERVE_APIS = ("openai", "chat"), ("kserve", "kserve_stream")
@@ -71,6 +72,7 @@ class Fleet:
     max_waiting: int = 1024  # requests that wait for a place
     registry: str = "memory"  # or etcd
     processes: int = 1  # of each router: so many of `routers` listen at the same address
+    shares_memory: bool = False  # its mixed workers do, and there is room for one at a time
 
     @cached_property
     def workers(self) -> tuple[str, ...]:
@@ -199,6 +201,15 @@ def _exits(draw: random.Random, seconds: float) -> tuple[tuple[float, int], ...]
 
 
 def _fleet(draw: random.Random, profile: str) -> Fleet:
+    fleet = _apart(draw, profile)
+    if draw.random() >= _SHARING:
+        return fleet
+    # Such a worker runs whole requests. Few policies send any to one that sleeps while another is awake.
+    policy = draw.choice(("round_robin", "random", "automatic"))
+    return replace(fleet, prefill=0, decode=0, mixed=draw.choice((2, 3)), policy=policy, shares_memory=True)
+
+
+def _apart(draw: random.Random, profile: str) -> Fleet:
     mixed = draw.choice((0, 0, 1, 2))
     single = profile == "one_fault"
     return Fleet(
@@ -287,7 +298,7 @@ def _requests(draw: random.Random, fleet: Fleet, profile: str, count: int, secon
 def _longest_answer(fleet: Fleet, count: int) -> int:
     """The tokens of answers of which so many at once end in time: most of a deadline is not for waiting."""
     of_one = min(fleet.max_running or 100, fleet.max_batch, max(1, fleet.blocks * 16 // _LONG))
-    places = (fleet.decode + fleet.mixed) * of_one
+    places = (1 if fleet.shares_memory else fleet.decode + fleet.mixed) * of_one
     return max(5, int(_BUSY_SECONDS * places / (count * fleet.step_seconds)))
 
 
