@@ -119,6 +119,7 @@ class Request:
     retries: int = 0  # how often a client sends it again that was told UNAVAILABLE
     tenant: str = ""
     api: str = ""  # or one of APIS
+    answers: int = 1
 
     @property
     def disturbs(self) -> bool:
@@ -263,6 +264,7 @@ def _requests(draw: random.Random, fleet: Fleet, profile: str, count: int, secon
     # In some seeds they come in bursts, and compete for the same blocks and places.
     bursts = draw.choice((0, 0, 3, 6))
     at_steps = draw.choice((0.0, 0.5, 0.9))
+    several = draw.choice((0.0, 0.0, 0.3))  # that ask for several answers
     most = min(fleet.blocks * 16 - 100, 300)
     longest = _longest_answer(fleet, count)
     found = []
@@ -283,9 +285,12 @@ def _requests(draw: random.Random, fleet: Fleet, profile: str, count: int, secon
         }
         # A worker's pool holds all of one request.
         values["tokens"] = min(values["tokens"], fleet.blocks * 16 - values["length"] - 20, longest)
-        if draw.random() < others and not values["image"] and not values["tenant"]:
+        if draw.random() < several:
+            values["answers"] = draw.choice((2, 3))
+            values["tokens"] = max(1, values["tokens"] // 2)
+        elif draw.random() < others and not values["image"] and not values["tenant"]:
             values["api"] = draw.choice(APIS)
-        elif draw.random() < kept:
+        if "api" not in values and draw.random() < kept:
             values["keep"] = draw.choice((2.0, 8.0))
         if profile != "plain":
             values |= _manners(draw, values["tokens"], rude, at_steps, is_kept="keep" in values)
