@@ -69,7 +69,8 @@ class Recovers(Invariant):
             self.world.loop.call_later(1.0, self._start_again, node)
 
     def _start_again(self, node: Any) -> None:
-        if self.world.nodes.get(node.name) is node and not self.world.stopping[node.name].is_set():
+        is_wanted = node.name not in self.world.absent and not self.world.stopping[node.name].is_set()
+        if self.world.nodes.get(node.name) is node and is_wanted:
             self.world.kill(node.name, silently=False)
             self.world.start(node.name)
 
