@@ -14,7 +14,7 @@ from functools import partial
 from baton.inference.v1 import generate_pb2, timing_pb2
 from baton_http2.server.reply import Reply
 from router import validation
-from router.admission.controller import AdmissionController
+from router.admission.controller import Admission, AdmissionController
 from router.admission.predictor import RequestEstimate
 from router.config import LimitsConfig
 from router.context import RequestContext
@@ -56,19 +56,26 @@ class SeveralAnswers:
     _is_computed: asyncio.Event = field(default_factory=asyncio.Event)
     _others_ended: asyncio.Event = field(default_factory=asyncio.Event)
 
-    async def run(self, prompt: MultimodalPrompt, reply: Reply) -> None:
-        """Runs all answers to their ends, and sends their messages. The first failure ends them all."""
+    async def run(self, prompt: MultimodalPrompt, reply: Reply, admission: Admission) -> None:
+        """Runs all answers to their ends, and sends their messages. The first failure ends them all.
+
+        `admission` is the first answer's, which leaves it at its end: the others may wait for its place.
+        """
         shared = SharedReply(reply)
         others = [self.ctx.part(answer) for answer in range(1, self.ctx.request.sampling.n)]
         try:
-            await gather_or_cancel([self._run_first(prompt, shared), self._run_others(others, prompt, shared)])
+            first = self._run_first(prompt, shared, admission)
+            await gather_or_cancel([first, self._run_others(others, prompt, shared)])
         finally:
             for part in others:
                 self.ctx.stats.add_answer(part.stats)
         await shared.finish()
 
-    async def _run_first(self, prompt: MultimodalPrompt, shared: "SharedReply") -> None:
-        await self._run_answer(self.ctx, prompt, shared)
+    async def _run_first(self, prompt: MultimodalPrompt, shared: "SharedReply", admission: Admission) -> None:
+        try:
+            await self._run_answer(self.ctx, prompt, shared)
+        finally:
+            admission.leave()
         # The rest of the request's time is that of the longest answer.
         with self.ctx.stats.timings.measure_call(timing_pb2.STAGE_DECODE):
             await self._others_ended.wait()

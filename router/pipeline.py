@@ -14,7 +14,7 @@ from baton.inference.v1 import generate_pb2, lora_pb2, timing_pb2
 from baton_http2.server.reply import Reply
 from media.content import MediaItem
 from router import validation
-from router.admission.controller import AdmissionController
+from router.admission.controller import Admission, AdmissionController
 from router.admission.predictor import RequestEstimate
 from router.answers import SeveralAnswers, draw_seed, keep_together
 from router.config import LimitsConfig
@@ -82,10 +82,10 @@ class Pipeline:
         """Validates, tokenizes, admits, encodes and executes."""
         model = await self._validate(ctx)
         prompt = await self._tokenize(ctx, model)
-        async with self.admission.admit(ctx, _estimate(ctx, model)):
+        async with self.admission.admit(ctx, _estimate(ctx, model)) as admission:
             with prompt:
                 await prompt.embed()
-                await self._execute(ctx, model, prompt, reply)
+                await self._execute(ctx, model, prompt, reply, admission)
 
     async def _validate(self, ctx: RequestContext) -> ServedModel:
         """The model that the request is for. Raises InvalidRequest or Unsupported before any worker is called."""
@@ -130,7 +130,9 @@ class Pipeline:
         with ctx.stats.timings.measure(timing_pb2.STAGE_ADMISSION):
             return await self.processor.load(items)
 
-    async def _execute(self, ctx: RequestContext, model: ServedModel, prompt: MultimodalPrompt, reply: Reply) -> None:
+    async def _execute(
+        self, ctx: RequestContext, model: ServedModel, prompt: MultimodalPrompt, reply: Reply, admission: Admission
+    ) -> None:
         """Runs the request on workers. Encoding has given the prompt its full length, which bounds the answer."""
         ctx.stats.prompt_tokens = prompt.num_tokens
         if ctx.request.sampling.n > 1:
@@ -138,7 +140,7 @@ class Pipeline:
             if ctx.keep is not None or ctx.notes is not None:
                 draw_seed(ctx.request, model)
             answers = SeveralAnswers(self.executor, self.admission, self.limits, ctx, model, _estimate(ctx, model))
-            await answers.run(prompt, reply)
+            await answers.run(prompt, reply, admission)
             return
         sampling = validation.resolve_sampling(ctx.request, prompt, model)
         if ctx.keep is not None and ctx.keep.is_resumed:

@@ -80,14 +80,14 @@ async def best_effort(
     try:
         # Within: the start of a call on a channel that is closed fails at once.
         calling = asyncio.ensure_future(unary(start(seconds)))
+        # Retrieved, so that asyncio does not log it as lost when nobody waits for it any more.
+        calling.add_done_callback(lambda done: done.cancelled() or done.exception())
         return await asyncio.shield(calling)
     except BatonError as error:
         log.debug("best-effort call failed", error=error.message)
         return None
     except asyncio.CancelledError:
         await asyncio.wait([calling], timeout=seconds)
-        if calling.done() and not calling.cancelled():
-            calling.exception()  # Retrieved, so that asyncio does not log it as lost.
         raise
 
 

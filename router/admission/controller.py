@@ -171,13 +171,13 @@ class AdmissionController:
                     raise
             yield
 
-    def admit(self, ctx: RequestContext, estimate: RequestEstimate) -> "_Admission":
+    def admit(self, ctx: RequestContext, estimate: RequestEstimate) -> "Admission":
         """Entered by `async with`, waits until a request may run on workers, which it does while the context is open.
 
         Raises DeadlineUnreachable, QuotaExceeded, Overloaded if too many wait, and NoWorker if an outage lasts too
         long. A refused request is charged no tokens.
         """
-        return _Admission(self, ctx, estimate)
+        return Admission(self, ctx, estimate)
 
     @contextmanager
     def count_running(self, ctx: RequestContext, model: str) -> Iterator[None]:
@@ -291,10 +291,10 @@ class AdmissionController:
         return len(able)
 
 
-class _Admission:
+class Admission:
     """The context of `AdmissionController.admit`. Not a generator: each request has one."""
 
-    __slots__ = ("_controller", "_ctx", "_entered", "_estimate", "_queue", "_ticket")
+    __slots__ = ("_controller", "_ctx", "_entered", "_estimate", "_has_left", "_queue", "_ticket")
 
     _queue: AdmissionQueue
     _ticket: Ticket
@@ -304,22 +304,28 @@ class _Admission:
         self._controller = controller
         self._ctx = ctx
         self._estimate = estimate
+        self._has_left = False
 
-    async def __aenter__(self) -> None:
+    async def __aenter__(self) -> "Admission":
         self._queue, self._ticket = await self._controller.enter(self._ctx, self._estimate)
         self._entered = self._controller.clock()
+        return self
+
+    def leave(self) -> None:
+        """Leaves the place to others before the context ends; once is as good as twice."""
+        if self._has_left:
+            return
+        self._has_left = True
+        stats, seconds = self._ctx.stats, self._controller.clock() - self._entered
+        cached = self._estimate.prompt_tokens if self._estimate.is_part else stats.cached_tokens
+        self._queue.leave(self._ticket, seconds, cached, stats.completion_tokens)
 
     async def __aexit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         try:
             if error is None:
                 self._controller.learn(self._ctx, self._estimate)
         finally:
-            stats, seconds = self._ctx.stats, self._controller.clock() - self._entered
-            if self._estimate.is_part:
-                # The whole request's answer counts that of each part.
-                self._queue.leave(self._ticket, seconds, self._estimate.prompt_tokens)
-            else:
-                self._queue.leave(self._ticket, seconds, stats.cached_tokens, stats.completion_tokens)
+            self.leave()
 
 
 async def _wait_in(queue: AdmissionQueue, ticket: Ticket) -> bool:

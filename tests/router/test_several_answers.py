@@ -8,7 +8,7 @@ from support.cluster.in_process import DECODE, FAST_ROUTER, PREFILL, Bench, Stre
 from support.eventually import eventually
 
 from baton.inference.v1 import generate_pb2, sampling_pb2
-from router.config import QuotaConfig, QuotasConfig
+from router.config import AdmissionConfig, QuotaConfig, QuotasConfig
 
 SEEDED = {"temperature": 1.0, "seed": 7}
 
@@ -153,6 +153,15 @@ async def test_a_tenant_is_charged_for_the_tokens_of_all_answers() -> None:
         with pytest.raises(aio.AioRpcError) as failure:
             await running.generate(prompt="hello" * 4, stopping={"max_tokens": 2})
         assert failure.value.code() == StatusCode.RESOURCE_EXHAUSTED
+
+
+async def test_answers_wait_for_places_that_those_before_them_leave() -> None:
+    router = FAST_ROUTER.model_copy(update={"admission": AdmissionConfig(max_running_per_worker=1)})
+    async with bench(PREFILL, DECODE, router=router) as running:
+        request = {"prompt": "hello", "sampling": {**SEEDED, "n": 3}, "stopping": {"max_tokens": 9}}
+        async with asyncio.timeout(10):
+            streams = await asyncio.gather(*(running.generate(**request) for _ in range(3)))
+        assert [len(ends_of(stream)) for stream in streams] == [3, 3, 3]
 
 
 async def test_requests_with_several_answers_run_together(pair: Bench) -> None:

@@ -113,7 +113,8 @@ class Chaos:
                 is_gone = fault.kind == "vanish" and not self._has_siblings(fault.target)
                 world.kill(fault.target, silently=is_gone)
                 await asyncio.sleep(fault.seconds)
-                if world.nodes[fault.target] is node:
+                # One that was to leave for good meanwhile is gone.
+                if world.nodes[fault.target] is node and fault.target not in world.absent:
                     world.start(fault.target)
             case "pause":
                 if not node.dead and not node.paused:
@@ -159,7 +160,7 @@ class Chaos:
         for each in world.invariants:
             each.drained(node)
         world.kill(fault.target, silently=False)
-        if fault.kind == "drain":
+        if fault.target not in world.absent:
             world.start(fault.target)
 
     def _has_siblings(self, name: str) -> bool:

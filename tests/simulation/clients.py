@@ -33,6 +33,7 @@ class Result:
     started: float
     ids: list[int] = field(default_factory=list)
     text: str = ""
+    others: dict[int, tuple[list[int], str]] = field(default_factory=dict)  # the other answers, by their numbers
     sequences: list[int] = field(default_factory=list)
     code: str = ""
     reason: str = ""
@@ -161,14 +162,19 @@ class Client:
     def _read(self, event: pb.GenerateResponse, received: Received) -> None:
         result = self.result
         result.sequences.append(event.sequence)
-        if event.resumed.recomputed and len(result.ids) >= _DECODED:
+        # Of several answers one may not have come to a worker that keeps it.
+        if event.resumed.recomputed and len(result.ids) >= _DECODED and self._asked.answers == 1:
             result.refusals.append("RECOMPUTED STREAM_LOST")
         if not received.add(event):
             result.sequences.clear()
-        result.ids += event.token.token_ids
         if event.token.token_ids:
             self._world.steps.tell("token", result.workers[1] if result.workers else "", self.request_id)
-        result.text += event.token.text
+        if event.token.index:
+            ids, text = result.others.get(event.token.index, ([], ""))
+            result.others[event.token.index] = ([*ids, *event.token.token_ids], text + event.token.text)
+        else:
+            result.ids += event.token.token_ids
+            result.text += event.token.text
         if event.HasField("started"):
             result.workers = (event.started.prefill_worker_id, event.started.decode_worker_id)
         if event.HasField("finished"):
@@ -242,6 +248,8 @@ class Client:
             message.token_ids.ids.extend(prompt_of(asked))
         message.sampling.seed = asked.seed
         message.sampling.temperature = 1.0
+        if asked.answers > 1:
+            message.sampling.n = asked.answers
         message.stopping.max_tokens = asked.tokens
         message.stopping.ignore_eos = True
         message.response.min_tokens_per_message = asked.together

@@ -5,7 +5,8 @@ import contextvars
 import heapq
 import random
 from collections.abc import Callable, Coroutine
-from contextvars import ContextVar
+from contextvars import Context, ContextVar, copy_context
+from types import BuiltinFunctionType
 from typing import Any
 
 from simulation.entropy import Time
@@ -20,14 +21,53 @@ class Deadlock(Exception):
 
 
 class _Future(asyncio.Future):
-    """Hashed by a number, so that sets of futures iterate in the same order in every run."""
+    """Hashed by a number, so that sets of futures iterate in the same order in every run. Few are ever hashed."""
 
-    def __init__(self, *, loop: "SimulatedLoop") -> None:
-        super().__init__(loop=loop)
-        self._number = loop.next_number()
+    _number = 0
 
     def __hash__(self) -> int:
+        self._number = self._number or self.get_loop().next_number()  # type: ignore[attr-defined]  # ours
         return self._number
+
+
+class _Handle:
+    """What asyncio's Handle is, without its questions: of a loop of one thread that is never in debug mode."""
+
+    __slots__ = ("arguments", "callback", "context", "is_cancelled")
+
+    def __init__(self, callback: Callable[..., object], arguments: Any, context: Context | None) -> None:
+        self.callback, self.arguments, self.is_cancelled = callback, arguments, False
+        self.context = copy_context() if context is None else context
+
+    def cancelled(self) -> bool:
+        return self.is_cancelled
+
+    def cancel(self) -> None:
+        if not self.is_cancelled:
+            self.is_cancelled, self.arguments, self.callback = True, (), _nothing
+
+
+class _Timer(_Handle):
+    __slots__ = ("_loop", "_when")
+
+    def __init__(
+        self, loop: "SimulatedLoop", when: float, callback: Callable[..., object], arguments: Any, context: Any
+    ) -> None:
+        self._loop, self._when = loop, when
+        self.callback, self.arguments, self.is_cancelled = callback, arguments, False
+        self.context = copy_context() if context is None else context
+
+    def when(self) -> float:
+        return self._when
+
+    def cancel(self) -> None:
+        if not self.is_cancelled:
+            self._loop.cancelled_timers += 1
+            self.is_cancelled, self.arguments, self.callback = True, (), _nothing
+
+
+def _nothing() -> None:
+    """In the place of what was cancelled."""
 
 
 class _Task(asyncio.Task):
@@ -47,7 +87,7 @@ class Node:
     def __init__(self, loop: "SimulatedLoop", name: str, ip: str, generation: int) -> None:
         self.loop, self.name, self.ip, self.generation = loop, name, ip, generation
         self.dead = self.paused = False
-        self.held: list[asyncio.Handle] = []
+        self.held: list[_Handle] = []
         self.tasks: dict[asyncio.Task[Any], None] = {}
 
     def spawn(self, coro: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
@@ -90,7 +130,8 @@ class SimulatedLoop(asyncio.BaseEventLoop):
         self.resuming: list[Node] = []
         self._readers: dict[Any, Callable[[], None]] = {}
         # Compared as tuples: a heap of handles would spend a tenth of all time on comparing them.
-        self._timers: list[tuple[float, int, asyncio.TimerHandle]] = []
+        self._timers: list[tuple[float, int, _Timer]] = []
+        self.cancelled_timers = 0  # that were cancelled, at most: some have run or are forgotten
         self.set_task_factory(self._make_task)
         self.set_exception_handler(self._note_error)
         self.slow_callback_duration = 1e9
@@ -100,25 +141,32 @@ class SimulatedLoop(asyncio.BaseEventLoop):
         self._numbers += 1
         return self._numbers
 
+    get_debug = staticmethod(bool)  # always False, and asked with every future and task
+
     # Time.
 
     def time(self) -> float:
         return Time.now
 
-    def call_soon(self, callback: Any, *args: Any, context: Any = None) -> asyncio.Handle:
-        # asyncio's without its questions: a loop of one thread that is never in debug mode.
-        handle = asyncio.Handle(callback, args, self, context)
+    def call_soon(self, callback: Any, *args: Any, context: Any = None) -> Any:
+        handle = _Handle(callback, args, context)
         self._ready.append(handle)
         return handle
 
-    def call_later(self, delay: float, callback: Any, *args: Any, context: Any = None) -> asyncio.TimerHandle:
-        # Timers of a real host are late, never early.
-        return self.call_at(Time.now + delay + self.random.random() * _LATE, callback, *args, context=context)
+    call_soon_threadsafe = call_soon  # a loop of one thread
 
-    def call_at(self, when: float, callback: Any, *args: Any, context: Any = None) -> asyncio.TimerHandle:
-        timer = asyncio.TimerHandle(when, callback, args, self, context)
-        heapq.heappush(self._timers, (when, self.next_number(), timer))
-        timer._scheduled = True  # type: ignore[attr-defined]  # asyncio's own: it counts the cancelled ones
+    def call_later(self, delay: float, callback: Any, *args: Any, context: Any = None) -> Any:
+        # Timers of a real host are late, never early.
+        when = Time.now + delay + self.random.random() * _LATE
+        timer = _Timer(self, when, callback, args, context)
+        self._numbers += 1
+        heapq.heappush(self._timers, (when, self._numbers, timer))
+        return timer
+
+    def call_at(self, when: float, callback: Any, *args: Any, context: Any = None) -> Any:
+        timer = _Timer(self, when, callback, args, context)
+        self._numbers += 1
+        heapq.heappush(self._timers, (when, self._numbers, timer))
         return timer
 
     # Tasks.
@@ -158,51 +206,47 @@ class SimulatedLoop(asyncio.BaseEventLoop):
         if len(batch) > 1:
             self._shuffle(batch)
         for handle in batch:
-            if handle._cancelled:
+            if handle.is_cancelled:
                 continue
-            node = handle._context.get(NODE)
+            node = handle.context.get(NODE)
             if node is not None and (node.dead or node.paused):
                 (self.graveyard if node.dead else node.held).append(handle)
                 continue
             self.current = node
-            handle._run()
+            try:
+                handle.context.run(handle.callback, *handle.arguments)
+            except (SystemExit, KeyboardInterrupt):
+                raise
+            except BaseException as error:
+                self.call_exception_handler({"message": f"Exception in {handle.callback!r}", "exception": error})
         self.current = None
 
     def _advance(self) -> None:
-        scheduled = self._timers
-        while scheduled and scheduled[0][2]._cancelled:
-            self._forget_timer(heapq.heappop(scheduled)[2])
+        timers = self._timers
+        while timers and timers[0][2].is_cancelled:
+            heapq.heappop(timers)
         if self._ready:
             Time.now += self._turn_seconds
-        elif scheduled:
-            Time.now = max(Time.now, scheduled[0][0])
+        elif timers:
+            Time.now = max(Time.now, timers[0][0])
         else:
             raise Deadlock
-        while scheduled and scheduled[0][0] <= Time.now:
-            handle = heapq.heappop(scheduled)[2]
-            self._forget_timer(handle)
-            if not handle._cancelled:
-                self._ready.append(handle)
-        if len(scheduled) > 200 and self._timer_cancelled_count > len(scheduled) // 2:
+        while timers and timers[0][0] <= Time.now:
+            timer = heapq.heappop(timers)[2]
+            if not timer.is_cancelled:
+                self._ready.append(timer)
+        if self.cancelled_timers > 200 and self.cancelled_timers > len(timers) // 2:
             self.forget_cancelled()
 
     def forget_cancelled(self) -> None:
         """Lets go of timers that were cancelled, and of their contexts."""
-        for *_, handle in self._timers:
-            if handle._cancelled:
-                handle._scheduled = False
-        self._timers[:] = [timer for timer in self._timers if not timer[2]._cancelled]
+        self._timers[:] = [timer for timer in self._timers if not timer[2].is_cancelled]
         heapq.heapify(self._timers)
-        self._timer_cancelled_count = 0
-
-    def _forget_timer(self, handle: Any) -> None:
-        handle._scheduled = False
-        if handle._cancelled:
-            self._timer_cancelled_count -= 1
+        self.cancelled_timers = 0
 
     def _shuffle(self, batch: list[Any]) -> None:
         """Steps of different tasks may run in any order; every other callback keeps its place, as asyncio promises."""
-        places = [index for index, handle in enumerate(batch) if _is_step(handle._callback)]
+        places = [index for index, handle in enumerate(batch) if _is_step(handle.callback)]
         if len(places) > 1:
             steps = [batch[index] for index in places]
             self.random.shuffle(steps)
@@ -257,5 +301,7 @@ class SimulatedLoop(asyncio.BaseEventLoop):
 
 
 def _is_step(callback: Any) -> bool:
-    name = type(callback).__name__
-    return name == "TaskStepMethWrapper" or getattr(callback, "__name__", "") == "task_wakeup"
+    kind = type(callback)
+    if kind is BuiltinFunctionType:
+        return bool(callback.__name__ == "task_wakeup")
+    return kind.__name__ == "TaskStepMethWrapper"

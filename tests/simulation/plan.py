@@ -6,6 +6,7 @@ A plan is a file of JSON. The seed of a plan also orders the loop, the network a
 import json
 import random
 from dataclasses import asdict, dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ LEASE_LENGTHS = (2.5, 3.1, 3.5, 4.5, 15.0)
 TENANTS = ("ann", "bob", "cy")
 _STEP_SECONDS = {"storm": (0.003, 0.01, 0.03, 0.06), "one_fault": (0.003, 0.01, 0.03, 0.03)}
 _LONG = 400  # tokens of a request, of which a pool holds so many at a time
+_SHARING = 0.1  # of the fleets have workers that share memory
 _BUSY_SECONDS = 20.0  # that all requests take, if each answer is as long as may be
 # OpenAI's completions and conversations; KServe's whole answers and streams.
 HTTP_APIS, KSERVE_APIS = ("openai", "chat"), ("kserve", "kserve_stream")
@@ -70,14 +72,15 @@ class Fleet:
     max_waiting: int = 1024  # requests that wait for a place
     registry: str = "memory"  # or etcd
     processes: int = 1  # of each router: so many of `routers` listen at the same address
+    shares_memory: bool = False  # its mixed workers do, and there is room for one at a time
 
-    @property
+    @cached_property
     def workers(self) -> tuple[str, ...]:
         """The names of its workers."""
         counts = (("encode", self.encode), ("prefill", self.prefill), ("decode", self.decode), ("mixed", self.mixed))
         return tuple(f"{role}-{number}" for role, count in counts for number in range(count))
 
-    @property
+    @cached_property
     def router_names(self) -> tuple[str, ...]:
         """The names of its routers."""
         return tuple(f"router-{number}" for number in range(self.routers))
@@ -116,6 +119,7 @@ class Request:
     retries: int = 0  # how often a client sends it again that was told UNAVAILABLE
     tenant: str = ""
     api: str = ""  # or one of APIS
+    answers: int = 1
 
     @property
     def disturbs(self) -> bool:
@@ -198,6 +202,15 @@ def _exits(draw: random.Random, seconds: float) -> tuple[tuple[float, int], ...]
 
 
 def _fleet(draw: random.Random, profile: str) -> Fleet:
+    fleet = _apart(draw, profile)
+    if draw.random() >= _SHARING:
+        return fleet
+    # Such a worker runs whole requests. Few policies send any to one that sleeps while another is awake.
+    policy = draw.choice(("round_robin", "random", "automatic"))
+    return replace(fleet, prefill=0, decode=0, mixed=draw.choice((2, 3)), policy=policy, shares_memory=True)
+
+
+def _apart(draw: random.Random, profile: str) -> Fleet:
     mixed = draw.choice((0, 0, 1, 2))
     single = profile == "one_fault"
     return Fleet(
@@ -233,7 +246,7 @@ def _fleet(draw: random.Random, profile: str) -> Fleet:
         large_bytes=draw.choice((512, 256 * 1024, 256 * 1024)),
         max_batch=draw.choice((2, 256, 256)),
         max_waiting=draw.choice((3, 1024, 1024)),
-        registry=draw.choice(("memory", "memory", "memory", "etcd")),
+        registry=draw.choice(("memory", "etcd")),
         processes=draw.choice((1, 1, 1, 2, 3)),
     )
 
@@ -251,6 +264,7 @@ def _requests(draw: random.Random, fleet: Fleet, profile: str, count: int, secon
     # In some seeds they come in bursts, and compete for the same blocks and places.
     bursts = draw.choice((0, 0, 3, 6))
     at_steps = draw.choice((0.0, 0.5, 0.9))
+    several = draw.choice((0.0, 0.0, 0.3))  # that ask for several answers
     most = min(fleet.blocks * 16 - 100, 300)
     longest = _longest_answer(fleet, count)
     found = []
@@ -271,9 +285,12 @@ def _requests(draw: random.Random, fleet: Fleet, profile: str, count: int, secon
         }
         # A worker's pool holds all of one request.
         values["tokens"] = min(values["tokens"], fleet.blocks * 16 - values["length"] - 20, longest)
-        if draw.random() < others and not values["image"] and not values["tenant"]:
+        if draw.random() < several:
+            values["answers"] = draw.choice((2, 3))
+            values["tokens"] = max(1, values["tokens"] // 2)
+        elif draw.random() < others and not values["image"] and not values["tenant"]:
             values["api"] = draw.choice(APIS)
-        elif draw.random() < kept:
+        if "api" not in values and draw.random() < kept:
             values["keep"] = draw.choice((2.0, 8.0))
         if profile != "plain":
             values |= _manners(draw, values["tokens"], rude, at_steps, is_kept="keep" in values)
@@ -286,7 +303,7 @@ def _requests(draw: random.Random, fleet: Fleet, profile: str, count: int, secon
 def _longest_answer(fleet: Fleet, count: int) -> int:
     """The tokens of answers of which so many at once end in time: most of a deadline is not for waiting."""
     of_one = min(fleet.max_running or 100, fleet.max_batch, max(1, fleet.blocks * 16 // _LONG))
-    places = (fleet.decode + fleet.mixed) * of_one
+    places = (1 if fleet.shares_memory else fleet.decode + fleet.mixed) * of_one
     return max(5, int(_BUSY_SECONDS * places / (count * fleet.step_seconds)))
 
 
@@ -333,15 +350,22 @@ def _faults(draw: random.Random, fleet: Fleet, profile: str, count: int, seconds
     if profile != "storm":
         return ()
     kinds = draw.sample((*PROCESS_KINDS, *NETWORK_KINDS, *REGISTRY_KINDS), draw.randint(1, 4))
-    found, aimed = [], draw.choice((0.0, 0.5, 1.0))
+    found, aimed, missed = list[Fault](), draw.choice((0.0, 0.5, 1.0)), draw.choice((0.0, 0.0, 0.5))
     for _ in range(draw.randint(2, max(3, count // 5))):
-        target = draw.choice(fleet.workers * 3 + fleet.router_names)
+        target, kind = draw.choice(fleet.workers * 3 + fleet.router_names), draw.choice(kinds)
         if draw.random() < aimed:
-            chosen = target if target in fleet.router_names else ""
-            found.append(_aimed(draw, fleet, draw.choice(kinds), chosen, count))
-            continue
-        found.append(_fault(draw, fleet, draw.choice(kinds), target, draw.random() * seconds))
+            found.append(_aimed(draw, fleet, kind, target if target in fleet.router_names else "", count))
+        else:
+            found.append(_fault(draw, fleet, kind, target, draw.random() * seconds))
+        if draw.random() < missed:
+            found.append(_missed(draw, fleet, found[-1]))
     return tuple(sorted(found, key=lambda one: one.at))
+
+
+def _missed(draw: random.Random, fleet: Fleet, fault: Fault) -> Fault:
+    """A router that stands still, or is cut off from the registry, while this happens: it learns of all at once."""
+    kind, seconds = draw.choice(("pause", "lost_lease")), draw.choice((1.7, 3.3, 6.0))
+    return replace(fault, kind=kind, target=draw.choice(fleet.router_names), others=(), seconds=seconds)
 
 
 def _fault(draw: random.Random, fleet: Fleet, kind: str, target: str, at: float) -> Fault:

@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import Sequence
 from functools import lru_cache
+from pathlib import Path
 from typing import Any
 
 from baton.errors import Unavailable
@@ -15,12 +16,14 @@ from services.config import EncodeConfig, HandoffConfig, KeepConfig, WorkerConfi
 from services.engines.simulated.config import SimulatedConfig
 from services.engines.simulated.tokens import IMAGE, byte_vocabulary
 from services.server import host_worker
+from services.sleeping.config import SleepConfig
 from simulation.facades import HTTP_PORT
 from simulation.invariants.fleet import BURST_SECONDS
 from simulation.loop import Node
 from simulation.plan import HTTP_APIS, Plan
 
 _DRAIN_SECONDS = 2.0
+_TURN_SECONDS, _WAKE_SECONDS = 0.3, 0.05  # of workers that share memory
 _SLOW_READER_SECONDS = 15.0  # less than is waited in quiet: what a half-open connection of HTTP/1.1 leaves ends so
 
 
@@ -89,8 +92,10 @@ def router_of(plan: Plan, node: Node, registry: Any, address: str, siblings: Sim
     return host_router(config, registry, siblings=siblings, shares_port=siblings is not None)
 
 
-def worker_of(plan: Plan, node: Node, registry: Any) -> Any:
-    """A worker by the product's own assembly, to be entered; its name says its roles."""
+def worker_of(plan: Plan, node: Node, registry: Any, group: Path) -> Any:
+    """A worker by the product's own assembly, to be entered; its name says its roles. `group` is the folder of those
+    that share memory.
+    """
     fleet, role = plan.fleet, node.name.partition("-")[0]
     engine = SimulatedConfig(
         name="demo",
@@ -106,7 +111,9 @@ def worker_of(plan: Plan, node: Node, registry: Any) -> Any:
         encode_seconds=fleet.encode_seconds,
         image_tokens=4,
         image_hidden_size=fleet.image_hidden_size,
+        wake_seconds=_WAKE_SECONDS,
     )
+    shares = fleet.shares_memory and role == "mixed"
     config = WorkerConfig(
         worker_id=node.name,
         roles=("prefill", "decode") if role == "mixed" else (role,),
@@ -117,5 +124,6 @@ def worker_of(plan: Plan, node: Node, registry: Any) -> Any:
         drain_seconds=_DRAIN_SECONDS,
         encode=EncodeConfig(inline_bytes=fleet.inline_bytes),
         keep=KeepConfig(max_parked=fleet.keep_parked),
+        sleep=SleepConfig(group=group, group_bytes=1, bytes=1, turn_seconds=_TURN_SECONDS) if shares else SleepConfig(),
     )
     return host_worker(config, registry)

@@ -12,7 +12,7 @@
 from collections.abc import Callable
 from typing import Any
 
-from router.context import RequestTable
+from router.context import RequestContext, RequestTable
 from services.handoff.leases import LeaseTable, Released
 from services.requests.calls import Calls, RunningCall
 from simulation import transport
@@ -31,6 +31,7 @@ class Steps:
         self.ids: dict[str, set[str]] = {}  # of the calls at workers, by the client's id
         self.routers: dict[str, Any] = {}  # the node whose request a call is, by the call's id
         self.kept: set[str] = set()  # calls that go on without their router
+        self.first: dict[str, str] = {}  # of several answers to a request: the call of the first one, by the others'
 
     def tell(self, step: str, node: str, request_id: str) -> None:
         """Tells all listeners."""
@@ -40,14 +41,17 @@ class Steps:
     def install(self) -> None:
         """Begins to watch, for ever."""
         add, admit, end, release = RequestTable.add, Calls._admit, RunningCall.end, LeaseTable.release
+        part = RequestContext.part
 
         def adding(table: RequestTable, ctx: Any) -> None:
-            self._requests[ctx.call_id] = ctx.request_id
-            self.ids.setdefault(ctx.request_id, set()).add(ctx.call_id)
-            self.routers[ctx.call_id] = NODE.get()
-            if ctx.keep is not None:
-                self.kept.add(ctx.call_id)
+            self._note(ctx)
             add(table, ctx)
+
+        def parting(ctx: RequestContext, answer: int) -> RequestContext:
+            other = part(ctx, answer)
+            self._note(other)
+            self.first[other.call_id] = ctx.call_id
+            return other
 
         def admitting(calls: Calls, kind: str, request_id: str, *arguments: Any) -> None:
             admit(calls, kind, request_id, *arguments)
@@ -62,11 +66,18 @@ class Steps:
             self._at_node("release", lease.request_id if lease else "")
             return await release(table, handoff_id, reader)
 
-        RequestTable.add = adding  # type: ignore[method-assign]
+        RequestTable.add, RequestContext.part = adding, parting  # type: ignore[method-assign]
         Calls._admit = admitting  # type: ignore[method-assign]
         RunningCall.end = ending  # type: ignore[method-assign]
         LeaseTable.release = releasing  # type: ignore[method-assign]
         transport.record_blocks(lambda reader: self.tell("pull", reader.name, ""))
+
+    def _note(self, ctx: RequestContext) -> None:
+        self._requests[ctx.call_id] = ctx.request_id
+        self.ids.setdefault(ctx.request_id, set()).add(ctx.call_id)
+        self.routers[ctx.call_id] = NODE.get()
+        if ctx.keep is not None:
+            self.kept.add(ctx.call_id)
 
     def _at_node(self, step: str, call_id: str) -> None:
         node = NODE.get()

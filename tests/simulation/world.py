@@ -29,6 +29,7 @@ from simulation.etcd import SimulatedEtcd
 from simulation.invariants import INVARIANTS, Invariant
 from simulation.invariants.fleet import PROBE_TOKENS, PROBES
 from simulation.loop import NODE, Deadlock, Node, SimulatedLoop
+from simulation.memory import MemoryGroup
 from simulation.network import Network
 from simulation.plan import CLIENTS, TENANTS, Plan, Request
 from simulation.processes import SimulatedSiblings, router_of, tokenizer_of, worker_of
@@ -70,6 +71,7 @@ class World:
         self.events = 0
         self.absent: set[str] = set()  # workers that have left for good
         self.is_quiet = False  # all requests of the plan have ended, and all faults
+        self.group = MemoryGroup(self.hosts)
         self.chaos = Chaos(self)
         self.steps = Steps([self.chaos.step, self._tell_client])
         self.running: dict[str, Client] = {}  # by their requests' ids
@@ -145,7 +147,7 @@ class World:
     def _assemble(self, node: Node, registry: Any) -> Any:
         """The router or worker of a node."""
         if not node.name.startswith("router"):
-            return worker_of(self.plan, node, registry)
+            return worker_of(self.plan, node, registry, self.group.folder)
         return router_of(self.plan, node, registry, self.address_of(node.name), self._siblings_of(node))
 
     def _siblings_of(self, node: Node) -> SimulatedSiblings | None:
@@ -170,6 +172,7 @@ class World:
         node = self.nodes[name]
         if not node.dead:
             node.kill()
+            self.group.kill(node)
             self.network.kill(node, silently=silently)
             self.hosts.pop(name, None)
             self._dead.append(node)
@@ -193,6 +196,7 @@ class World:
             self.problem("Deadlock", "nothing is ready, and no timer is set")
         finally:
             entropy.leave()
+            self.group.close()
         for name, context in self.loop.errors:
             error = context.get("exception")
             text = "".join(traceback.format_exception(error))[-1200:] if error else ""
@@ -213,6 +217,7 @@ class World:
         services.control._DEFAULT_INTERVAL_SECONDS = _LOAD_SECONDS
         self._set_buffers()
         transport.install()
+        self.group.install()
         self.steps.install()
         asyncio.set_event_loop(self.loop)
         for each in self.invariants:

@@ -27,7 +27,14 @@ from simulation.invariants.ends import (
     RequestsAreSomewhere,
     StatusesAreRight,
 )
-from simulation.invariants.fleet import LimitsHold, NoUnexplainedError, QuotasHold, Recovers, ViewsAreFresh
+from simulation.invariants.fleet import (
+    LimitsHold,
+    MemoryIsShared,
+    NoUnexplainedError,
+    QuotasHold,
+    Recovers,
+    ViewsAreFresh,
+)
 from simulation.invariants.tables import NothingIsLeft, TablesShrink
 
 INVARIANTS: tuple[type[Invariant], ...] = (
@@ -56,6 +63,7 @@ INVARIANTS: tuple[type[Invariant], ...] = (
     ViewsAreFresh,
     QuotasHold,
     LimitsHold,
+    MemoryIsShared,
     NoUnexplainedError,
 )
 

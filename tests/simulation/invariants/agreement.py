@@ -173,7 +173,7 @@ class CallsHaveCallers(Invariant):
         if router is None or call_id in steps.kept or kind == "warm":
             return
         current = self.world.nodes.get(router.name) is router and not router.dead
-        if current and (router.name not in running or call_id in running[router.name]):
+        if current and (router.name not in running or steps.first.get(call_id, call_id) in running[router.name]):
             return
         self._note((name, kind, call_id), {name, router.name}, "no router waits for", before)
 

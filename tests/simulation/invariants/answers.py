@@ -1,8 +1,10 @@
 """Answers equal an independent reference, whatever happened to their workers, routers and connections."""
 
+from dataclasses import replace
 from typing import Any
 
 from simulation.invariants.base import Invariant
+from simulation.plan import Request
 from simulation.reference import prompt_of, reference
 
 # More answers than are kept for their readers. And how a resumption may end as any call may.
@@ -12,16 +14,24 @@ _REFUSED = {"RESOURCE_EXHAUSTED", "DEADLINE_EXCEEDED", "CANCELLED"}
 
 
 class AnswersAreRight(Invariant):
-    """The ids are a beginning of the reference, and all of it if the call ended well; the text is theirs."""
+    """The ids are a beginning of the reference, and all of it if the call ended well; the text is theirs. So are those
+    of each other answer to the request.
+    """
 
     def ended(self, result: Any) -> None:
-        if bytes(result.ids).decode() != result.text:
-            self.problem(f"{result.name}: the text {result.text!r} is not that of {bytes(result.ids)!r}")
-        expected = reference(result.asked)
-        if result.ids != expected[: len(result.ids)]:
-            self.problem(f"{result.name}: {bytes(result.ids)!r} instead of {bytes(expected)!r}")
-        elif result.code == "OK" and len(result.ids) != len(expected):
-            self.problem(f"{result.name}: ended well with {len(result.ids)} of {len(expected)} tokens")
+        self._check(result, result.asked, result.ids, result.text)
+        for number in range(1, result.asked.answers):
+            ids, text = result.others.get(number, ([], ""))
+            self._check(result, replace(result.asked, seed=result.asked.seed + number), ids, text)
+
+    def _check(self, result: Any, asked: Request, ids: list[int], text: str) -> None:
+        if bytes(ids).decode() != text:
+            self.problem(f"{result.name}: the text {text!r} is not that of {bytes(ids)!r}")
+        expected = reference(asked)
+        if ids != expected[: len(ids)]:
+            self.problem(f"{result.name}: {bytes(ids)!r} instead of {bytes(expected)!r}")
+        elif result.code == "OK" and len(ids) != len(expected):
+            self.problem(f"{result.name}: ended well with {len(ids)} of {len(expected)} tokens")
 
 
 class ImagesAreTheirOwn(Invariant):
@@ -70,7 +80,7 @@ class UsageIsRight(Invariant):
         if result.finished is None:
             return
         usage, asked = result.finished.usage, result.asked
-        if usage.completion_tokens != asked.tokens:
+        if usage.completion_tokens != asked.tokens * asked.answers:
             self.problem(f"{result.name}: {usage.completion_tokens} of {asked.tokens} tokens are counted")
         if not asked.image and usage.prompt_tokens != len(prompt_of(asked)):
             self.problem(f"{result.name}: a prompt of {len(prompt_of(asked))} is counted as {usage.prompt_tokens}")

@@ -19,6 +19,7 @@ _VIEW_SECONDS, _LATE_VIEWS, _CUT_OFF_SECONDS = 5.0, 15, 30.0
 # The requests to each router in quiet, and their tokens.
 PROBES, PROBE_TOKENS = 3, 5
 _AFTER_SECONDS = 30.0
+_IDLE_SECONDS = 2.0  # until those who share memory have seen who wants it
 
 
 class Recovers(Invariant):
@@ -68,7 +69,8 @@ class Recovers(Invariant):
             self.world.loop.call_later(1.0, self._start_again, node)
 
     def _start_again(self, node: Any) -> None:
-        if self.world.nodes.get(node.name) is node and not self.world.stopping[node.name].is_set():
+        is_wanted = node.name not in self.world.absent and not self.world.stopping[node.name].is_set()
+        if self.world.nodes.get(node.name) is node and is_wanted:
             self.world.kill(node.name, silently=False)
             self.world.start(node.name)
 
@@ -150,6 +152,33 @@ class LimitsHold(Invariant):
         limit = fleet.max_running * (fleet.decode + fleet.mixed)
         if running["decode"] > limit + fleet.routers:
             self.problem(f"{running['decode']} decodes run, and the limit is {limit}")
+
+
+class MemoryIsShared(Invariant):
+    """Of the workers that share memory one has it at a time, and no request waits for it while nobody uses it."""
+
+    def __init__(self, world: Any) -> None:
+        super().__init__(world)
+        self._idle_since = 0.0
+
+    def begin(self) -> None:
+        self._idle_since = Time.now
+
+    def look(self) -> None:
+        if not self.world.plan.fleet.shares_memory:
+            return
+        names = self.world.group.names
+        awake = [name for name in names if not engine_of(self.world.hosts[name])._is_asleep]
+        if len(awake) > 1:
+            self.problem(f"{' and '.join(awake)} have memory of which there is enough for one")
+        sleepers = [self.world.hosts[name].engines.sleeper for name in names]
+        waits = any(one._waiters for one in sleepers)
+        if not waits or any(one._users or one._is_held() for one in sleepers):
+            self._idle_since = Time.now
+        elif Time.now - self._idle_since > _IDLE_SECONDS:
+            self._idle_since = Time.now
+            if not self.world.chaos.disturbed(Time.now, None, _IDLE_SECONDS):
+                self.problem(f"requests wait for memory that nobody has used for {_IDLE_SECONDS:g} s")
 
 
 class NoUnexplainedError(Invariant):

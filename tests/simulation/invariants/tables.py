@@ -15,6 +15,7 @@ _BOUNDED = {
     "LeaseTable._released", "Released",  # answers for repeated releases
     "Blocks", "BlockKeys", "KvIndex", "Cache", "ExpectedBlocks", "PromptHasher",
     "Ledger", "Tenant.served", "RankCosts._known", "Sequence",  # of prompts and tenants; the last batch of each engine
+    "OptionChecks",  # options that were right, up to a number of them
     "Method", "WrapMethods._handlers",  # of each server, one for each method that was ever called
 }  # fmt: skip
 _TABLES = (dict, list, set, deque)
