@@ -76,7 +76,7 @@ def prompt_cache(
     `retain_tokens` are to be retained, 0 for the whole prompt, for `most_seconds` at most.
     """
     cache, session = request.cache, request.routing.session_key
-    made = prompt_pb2.PromptCache(tenant=_digest(tenant), ends_session=cache.ends_session)
+    made = prompt_pb2.PromptCache(tenant=tenant_digest(tenant), ends_session=cache.ends_session)
     if session:
         made.session = session_digest(tenant, session)
     if cache.parent_session:
@@ -87,6 +87,11 @@ def prompt_cache(
     if cache.HasField("next_in"):
         made.next_in_milliseconds = round(_seconds(cache.next_in) * 1000)
     return made
+
+
+def tenant_digest(tenant: str) -> bytes:
+    """A tenant's name on workers."""
+    return _digest(tenant)
 
 
 def session_digest(tenant: str, session: str) -> bytes:

@@ -247,6 +247,7 @@ def _load_message(load: EngineLoad, shed: int, kept: KeptUsage) -> cluster_servi
         parked_streams=kept.parked,
         wake=None if load.wake_seconds is None else duration(load.wake_seconds),
         memory=_memory_message(load.memory) if load.memory else None,
+        retained=[cluster_service_pb2.RetainedBlocks(tenant=name, blocks=number) for name, number in load.retained],
     )
 
 

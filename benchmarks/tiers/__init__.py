@@ -4,6 +4,8 @@
     python -m benchmarks.tiers trace --trace FILE [--speedup 2] [--pools 0.25]
     python -m benchmarks.tiers.gpu                    (on a machine with a GPU, in real time)
 
+The lines of a trace are described in devtools/bench/traces.py.
+
 worker.py      a worker: a real pool and directory, simulated computing and links
 oracle.py      eviction that knows when each session returns, to compare with
 cluster.py     four workers behind the router's policy

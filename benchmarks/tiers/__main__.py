@@ -6,13 +6,17 @@ import time as clock
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from baton.errors import ConfigError
 from benchmarks.routing.simulated.clock import Time
 from benchmarks.tiers.cluster import INFINITE, POLICIES, WORKERS, Cluster, Policy
 from benchmarks.tiers.traffic import Agents, Replay
 from benchmarks.tiers.worker import Hardware
+from cli.arguments.values import positive
 from devtools.bench.traces import TracedRequest, read_trace
 
-_AGENT_SECONDS, _AGENT_WARM_SECONDS, _TRACE_WARM_SECONDS = 1200.0, 240.0, 120.0
+_AGENT_SECONDS, _AGENT_WARM_SECONDS = 1200.0, 240.0
+# Of a trace, the least of both is its warm-up.
+_TRACE_WARM_SECONDS, _TRACE_WARM_SHARE = 120.0, 0.2
 _INFINITE_BLOCKS = 10**6
 _HEAD = (
     "| policy | follow-ups | hit | device/host/disk/peer | p50 | p90 | p99 s | unread | prefill % | refused |\n"
@@ -38,7 +42,8 @@ def replay(
     """Runs a trace."""
     time = Time()
     traffic = Replay(time, trace, speedup)
-    traffic.cluster = Cluster(time, policy, hardware, pool_blocks, _TRACE_WARM_SECONDS)
+    warm_seconds = min(_TRACE_WARM_SECONDS, _TRACE_WARM_SHARE * trace[-1].at_seconds / speedup)
+    traffic.cluster = Cluster(time, policy, hardware, pool_blocks, warm_seconds)
     time.run()
     return traffic.cluster
 
@@ -72,36 +77,49 @@ def agent_tables(options: argparse.Namespace, hardware: Hardware) -> Iterator[st
 def trace_tables(options: argparse.Namespace, hardware: Hardware) -> Iterator[str]:
     trace = read_trace(Path(options.trace))
     working_set = Replay(Time(), trace, options.speedup).live_blocks
+    if not working_set:
+        raise ConfigError(f"{options.trace}: no block is used at two times, so there is nothing to cache")
+    policies = [each for each in POLICIES if _can_run(each, trace)]
+    infinite = _INFINITE_BLOCKS + len({block for request in trace for block in request.hash_ids})
     yield f"\n{len(trace)} requests, {options.speedup:g} times as fast: {working_set} live blocks\n\n{_HEAD}"
-    yield row(replay(INFINITE, _INFINITE_BLOCKS, hardware, trace, options.speedup))
+    yield row(replay(INFINITE, infinite, hardware, trace, options.speedup))
     for share in options.pools:
         yield f"| **pool {share:.0%}** |"
-        for policy in POLICIES:
-            if (
-                not policy.ends
-                and not policy.knows_returns
-                and (not options.policies or policy.name in options.policies)
-            ):
-                blocks = int(working_set * share / WORKERS)
-                yield row(replay(policy, blocks, hardware, trace, options.speedup))
+        for policy in policies:
+            if not options.policies or policy.name in options.policies:
+                yield row(replay(policy, int(working_set * share / WORKERS), hardware, trace, options.speedup))
+
+
+def _can_run(policy: Policy, trace: Sequence[TracedRequest]) -> bool:
+    """True if a trace says what a policy must know: when sessions end, and to whom requests belong."""
+    has_ends = any(request.ends_session for request in trace)
+    if policy.knows_returns:
+        return all(request.session_id for request in trace)
+    return has_ends or not policy.ends
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.tiers", description=__doc__)
     parser.add_argument("traffic", choices=("agents", "trace"))
-    parser.add_argument("--trace", default="", metavar="FILE", help="in Mooncake's format, perhaps compressed by gzip")
-    parser.add_argument("--speedup", type=float, default=2.0)
-    parser.add_argument("--pools", type=float, nargs="+", default=[0.1, 0.25], metavar="SHARE")
-    parser.add_argument("--policies", nargs="+", default=[], metavar="NAME")
+    parser.add_argument(
+        "--trace", default="", metavar="FILE", help="in Mooncake's format, perhaps with sessions, perhaps .gz"
+    )
+    parser.add_argument("--speedup", type=positive, default=2.0, metavar="X", help="times as fast")
+    parser.add_argument("--pools", type=positive, nargs="+", default=[0.1, 0.25], metavar="SHARE")
+    names = [policy.name for policy in POLICIES]
+    parser.add_argument("--policies", nargs="+", default=[], choices=names, metavar="NAME", help=", ".join(names))
     parser.add_argument("--seeds", type=int, nargs="+", default=[3])
-    parser.add_argument("--context-tokens", type=float, default=float("inf"), help="at which a token's work doubles")
+    parser.add_argument("--context-tokens", type=positive, default=float("inf"), help="at which a token's work doubles")
     options = parser.parse_args()
     if options.traffic == "trace" and not options.trace:
         parser.error("trace: give a file with --trace")
     began, hardware = clock.monotonic(), Hardware(context_tokens=options.context_tokens)
     tables = agent_tables if options.traffic == "agents" else trace_tables
-    for line in tables(options, hardware):
-        print(line, flush=True)
+    try:
+        for line in tables(options, hardware):
+            print(line, flush=True)
+    except ConfigError as error:
+        parser.exit(2, f"{error}\n")
     print(f"\n{clock.monotonic() - began:.0f} s")
 
 

@@ -1,8 +1,9 @@
 """Agents in a closed loop, and a trace in an open one."""
 
 import random
-from collections import defaultdict
 from collections.abc import Callable, Sequence
+from functools import partial
+from itertools import accumulate
 
 from benchmarks.routing.simulated.clock import Time
 from benchmarks.tiers.cluster import Cluster
@@ -84,35 +85,68 @@ class Agents:
 
 
 class Replay:
-    """The requests of a trace, so many times as fast. A request follows another one if it shares two blocks with it."""
+    """The requests of a trace, so many times as fast. One follows others if its session has an earlier one, or if it
+    shares two blocks with one. Those with a delay wait for the answer before.
+    """
 
     cluster: Cluster
 
     def __init__(self, time: Time, trace: Sequence[TracedRequest], speedup: float) -> None:
-        self._time = time
-        self._uses: dict[int, list[float]] = defaultdict(list)
-        for request in trace:
-            at = request.at_seconds / speedup
-            time.later(at, lambda request=request: self._send(request))
-            for block in request.hash_ids:
-                self._uses[block].append(at)
+        self._time, self._trace, self._speedup = time, trace, speedup
+        self._next = _next_of_sessions(trace)
         self._seen: set[int] = set()
+        self._sessions: set[str] = set()
+        for number, request in enumerate(trace):
+            if request.delay_seconds is None:
+                time.later(request.at_seconds / speedup, partial(self._send, number))
 
     @property
     def live_blocks(self) -> int:
-        """The median, over the trace's changes, of the blocks between their first and their last use."""
-        changes = []
-        for uses in self._uses.values():
-            if uses[-1] > uses[0]:
-                changes += [(uses[0], 1), (uses[-1], -1)]
-        live, levels = 0, []
-        for _, change in sorted(changes):
-            live += change
-            levels.append(live)
-        return sorted(levels)[len(levels) // 2]
+        """The median, over the trace's changes, of the blocks between their first and their last use; 0 if none is
+        used twice.
+        """
+        uses: dict[int, tuple[float, float]] = {}
+        for request in self._trace:
+            at = request.at_seconds / self._speedup
+            for block in request.hash_ids:
+                uses[block] = uses.get(block, (at, at))[0], at
+        changes = [change for first, last in uses.values() if last > first for change in ((first, 1), (last, -1))]
+        levels = sorted(accumulate(change for _, change in sorted(changes)))
+        return levels[len(levels) // 2] if levels else 0
 
-    def _send(self, request: TracedRequest) -> None:
-        follows = len(request.hash_ids) > 1 and request.hash_ids[1] in self._seen
+    def _send(self, number: int) -> None:
+        request = self._trace[number]
+        shares = len(request.hash_ids) > 1 and request.hash_ids[1] in self._seen
+        follows = shares or request.session_id in self._sessions
         self._seen.update(request.hash_ids)
+        if request.session_id:
+            self._sessions.add(request.session_id)
         output = request.output_tokens * _TOKEN_SECONDS
-        self.cluster.submit("", request.hash_ids, lambda: None, follows=follows, output=output)
+        answered = partial(self._answered, number)
+        self.cluster.submit(request.session_id, request.hash_ids, answered, follows=follows, output=output)
+
+    def _answered(self, number: int) -> None:
+        request, following = self._trace[number], self._next.get(number)
+        if following is not None:
+            later = self._trace[following]
+            at = later.at_seconds / self._speedup
+            if later.delay_seconds is not None:
+                at = self._time.now + later.delay_seconds / self._speedup
+                self._time.later(at - self._time.now, partial(self._send, following))
+            self.cluster.returns.returns(request.session_id, at)
+        elif request.session_id:
+            self.cluster.returns.ended(request.session_id)
+            if request.ends_session:
+                self.cluster.end(request.session_id)
+
+
+def _next_of_sessions(trace: Sequence[TracedRequest]) -> dict[int, int]:
+    """The number of the next request of the same session, for each request that has one."""
+    following: dict[int, int] = {}
+    latest: dict[str, int] = {}
+    for number, request in enumerate(trace):
+        if request.session_id in latest:
+            following[latest[request.session_id]] = number
+        if request.session_id:
+            latest[request.session_id] = number
+    return following

@@ -1,6 +1,8 @@
-"""A prefill worker: a real block pool, directory and rates, with simulated computing, host link and disk."""
+"""A prefill worker: a real block pool, order of admission, directory and rates, with simulated computing, host link and
+disk.
+"""
 
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -10,6 +12,7 @@ from benchmarks.tiers.oracle import OracleDirectory, OracleOrder, Returns
 from discovery.record import PREFIX_LOANS, WorkerRecord
 from router.routing.prefix.prefix_caches import Cache, PrefixCaches
 from services.engines.kv_events import KvTier
+from services.engines.memory.allocation import LOOK_AHEAD, Grant, grant_blocks
 from services.engines.prompt import Session
 from services.engines.pytorch.kv_cache.blocks import BlockMoved, BlockPool, BlockRemoved, BlockStored
 from services.engines.pytorch.kv_cache.tiers.directory import Place, TierDirectory
@@ -19,7 +22,6 @@ BLOCK_TOKENS = 512
 BLOCK_BYTES = BLOCK_TOKENS * 128 * 1024
 # Until a decode worker has read a prompt's KV.
 _HANDOFF_SECONDS = 0.05
-_RETRY_SECONDS = 0.25
 _DISK_QUEUE_SECONDS = 5.0
 
 
@@ -58,13 +60,17 @@ class Job:
     lender: "Worker | None" = None  # which the router has named, and how many blocks that is to have
     lent_blocks: int = 0
     loan_seconds: float = 0.0
-    expected_at: float = 0.0
     found: Counter[str] = field(default_factory=Counter)
     blocks: list[int] = field(default_factory=list)
+    places: Sequence[Place] = ()
+    passed: int = 0
+    reserves = False
 
 
 class Worker:
-    """Computes prompts in order. Tells the router's picture of its cache of every change."""
+    """Computes prompts one after the other, as the engine's steps do: what waits for that has no blocks yet, and finds
+    what those before it have computed. Loads run beside. Tells the router's picture of its cache of every change.
+    """
 
     def __init__(
         self,
@@ -92,8 +98,12 @@ class Worker:
         self.rates.loaded(KvTier.HOST, 100, 100 * BLOCK_BYTES / hardware.host_bytes_per_second)
         self.rates.loaded(KvTier.DISK, 100, 100 * BLOCK_BYTES / hardware.disk_read)
         self.rates.computed(4096, hardware.compute_seconds(4096, 0))
-        self._free_at = self._link_at = self._disk_read_at = self._disk_write_at = 0.0
+        self._link_at = self._disk_read_at = self._disk_write_at = 0.0
         self._nic_at = 0.0
+        self._waiting: deque[Job] = deque()  # the first ones, of which some may get blocks before others
+        self._behind: deque[Job] = deque()
+        self._ready: deque[Job] = deque()  # that have their blocks, and what is loaded
+        self._is_computing = False
         self.busy_seconds = 0.0
         self.moved: Counter[str] = Counter()
 
@@ -130,10 +140,10 @@ class Worker:
         first = min(len(cached), len(lent))
         if lender is None or len(lent) <= len(cached) or self.pool.available_beside(cached) < len(lent) - first:
             if lender is not None:
-                lender.pool.release(lent)
-            self._run(job)
+                lender.release(lent)
+            self._enqueue(job)
             return
-        lender.pool.release(lent[:first])
+        lender.release(lent[:first])
         lent = lent[first:]
         self.pool.share(cached)
         own = cached + self.pool.allocate(len(lent))
@@ -143,12 +153,12 @@ class Worker:
         self.moved["lent"] += len(lent)
 
         def pulled() -> None:
-            lender.pool.release(lent)
+            lender.release(lent)
             for block, block_hash in zip(own, hashes, strict=False):
                 self.pool.store(block, block_hash)
             self.pool.release(own)
             job.found["peer"] = len(lent)
-            self._run(job)
+            self._enqueue(job)
 
         self._time.later(job.loan_seconds, pulled)
 
@@ -166,24 +176,52 @@ class Worker:
         self._link_at = max(self._link_at, self._time.now) + host * BLOCK_BYTES / self._hardware.host_bytes_per_second
         return cached + new, self._link_at
 
-    def _run(self, job: Job) -> None:
-        """Loads and computes a prompt, once there is memory for it."""
+    def release(self, blocks: Sequence[int]) -> None:
+        """Releases blocks, and lets those run that have waited for them."""
+        self.pool.release(blocks)
+        self._step()
+
+    def _enqueue(self, job: Job) -> None:
+        self._behind.append(job)
+        self._step()
+
+    def _step(self) -> None:
+        """Computes the next prompt that has its blocks, or gives blocks to those that wait."""
+        if not self._is_computing and not self._ready:
+            self._admit()
+        if not self._is_computing and self._ready:
+            self._compute(self._ready.popleft())
+
+    def _admit(self) -> None:
+        """Gives blocks by the engine's own rules, which look no further than `LOOK_AHEAD`."""
+        while True:
+            while self._behind and len(self._waiting) < LOOK_AHEAD:
+                self._waiting.append(self._behind.popleft())
+            waited = len(self._waiting)
+            grant_blocks(self._waiting, self._offer)
+            if self._ready or len(self._waiting) == waited or not self._behind:
+                return
+
+    def _offer(self, job: Job) -> Grant:
+        """Takes the blocks of a prompt, if there is memory for it, and loads what is worth it."""
+        if self._ready:
+            return Grant.LATER
         cached = self.pool.match(job.hashes[:-1])
-        rest = job.hashes[len(cached) : -1]
         if self.pool.available_beside(cached) < len(job.hashes) - len(cached):
-            self._time.later(_RETRY_SECONDS, partial(self._run, job))
-            return
+            return Grant.POOL_FULL
+        rest = job.hashes[len(cached) : -1]
         loaded = self.rates.worth_loading(*self.directory.following(rest)) if rest else 0
         self.pool.share(cached)
         # Taken before the allocation evicts others into these tiers.
-        places = [self.directory.take(block_hash) for block_hash in rest[:loaded]]
+        job.places = [self.directory.take(block_hash) for block_hash in rest[:loaded]]
         job.blocks = cached + self.pool.allocate(len(job.hashes) - len(cached))
         job.found["peer"] = min(job.found["peer"], len(cached))
         job.found["device"] = len(cached) - job.found["peer"]
-        self._start(job, places)
+        self._load(job)
+        return Grant.GRANTED
 
-    def _start(self, job: Job, places: Sequence[Place]) -> None:
-        now = self._time.now
+    def _load(self, job: Job) -> None:
+        now, places = self._time.now, job.places
         from_disk = sum(place.tier is KvTier.DISK for place in places)
         job.found["host"], job.found["disk"] = len(places) - from_disk, from_disk
         self.moved["read"] += len(places)
@@ -196,24 +234,37 @@ class Worker:
             seconds = len(places) * BLOCK_BYTES / self._hardware.host_bytes_per_second
             self._link_at = max(self._link_at, now) + seconds
             loaded_at = max(loaded_at, self._link_at)
+        if loaded_at > now:
+            self._time.later(loaded_at - now, partial(self._loaded, job))
+        else:
+            self._ready.append(job)
+
+    def _loaded(self, job: Job) -> None:
+        self._ready.append(job)
+        self._step()
+
+    def _compute(self, job: Job) -> None:
         have = job.found.total()
         seconds = self._hardware.compute_seconds((len(job.hashes) - have) * BLOCK_TOKENS, have * BLOCK_TOKENS)
         self.busy_seconds += seconds
-        self._free_at = max(self._free_at, loaded_at) + seconds
-        self._time.later(self._free_at - now, partial(self._finish, job, places))
+        self._is_computing = True
+        self._time.later(seconds, partial(self._finish, job))
 
-    def _finish(self, job: Job, places: Sequence[Place]) -> None:
-        for place in places:
+    def _finish(self, job: Job) -> None:
+        for place in job.places:
             self.directory.free(place)
         for block, block_hash in zip(job.blocks, job.hashes, strict=True):
             self.pool.store(block, block_hash)
+        self._is_computing = False
         job.computed(job)
         self._time.later(_HANDOFF_SECONDS, partial(self._release, job))
+        self._step()
 
     def _release(self, job: Job) -> None:
         self.pool.release(job.blocks)
         if job.session:
             self.pool.record(Session(job.session.encode()), job.hashes)
+        self._step()
 
     def end(self, session: str) -> None:
         """Ends a session."""

@@ -69,7 +69,9 @@ def info(parser: argparse.ArgumentParser) -> None:
 
 def workers(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "--memory", action="store_true", help="show the blocks in each memory tier, and the share of tokens found there"
+        "--memory",
+        action="store_true",
+        help="show the blocks in each memory tier, where tokens were found, and what is retained for whom",
     )
     address(parser)
 

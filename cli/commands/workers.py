@@ -6,12 +6,14 @@ no request ends by them.
 
 import argparse
 import time
+from collections.abc import Iterator, Sequence
 
 from baton.enum_names import value_name
 from baton.errors import LayoutMismatch, Unsupported
 from baton.inference.v1 import cluster_service_pb2, generate_pb2, lora_pb2
 from cli.connection import connect
 from cli.terminal import output, table
+from router.sessions import tenant_digest
 
 _WORKER_NUMBERS = ("running/waiting", "blocks used/held/total")
 _KEPT = "kept/parked"
@@ -26,11 +28,14 @@ async def list_workers(arguments: argparse.Namespace) -> int:
     """Prints a table of workers."""
     async with connect(arguments) as client:
         workers = await client.workers()
+        tenants = await client.tenants() if arguments.memory else None
     if not workers:
         print("no worker is registered")
         return 0
-    if arguments.memory:
+    if tenants is not None:
         output().print(table(_MEMORY_COLUMNS, [_memory(each) for each in workers], numbers=_MEMORY_COLUMNS[1:]))
+        for line in _retained(workers, ["", *(each.tenant for each in tenants.tenants)]):
+            print(line)
         return 0
     columns, rows = list(_COLUMNS), [_worker_row(each) for each in workers]
     if any(map(_location, workers)):
@@ -79,6 +84,16 @@ def _memory(worker: cluster_service_pb2.Worker) -> list[str]:
         *shares,
         str(memory.prompt_tokens),
     ]
+
+
+def _retained(workers: Sequence[cluster_service_pb2.Worker], tenants: Sequence[str]) -> Iterator[str]:
+    """Lines of what each tenant retains, by its name if the routers know it, or else by the beginning of its digest."""
+    names = {tenant_digest(tenant): tenant or "(default)" for tenant in tenants}
+    for worker in workers:
+        for one in worker.load.retained:
+            share = one.blocks / max(1, worker.load.blocks_total)
+            name = names.get(one.tenant, f"tenant {one.tenant.hex()[:8]}")
+            yield f"{worker.worker_id}: {name} retains {one.blocks} blocks, {share:.1%} of the pool"
 
 
 def _state(worker: cluster_service_pb2.Worker) -> str:

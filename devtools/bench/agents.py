@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import count
 
-from devtools.bench.traces import BLOCK_TOKENS, TracedRequest
+from devtools.bench.traces import BLOCK_TOKENS, TOKEN_SECONDS, TracedRequest
 
 # Of tools: their share, the median of their seconds, and the deviation of its logarithm.
 _TOOLS = ((0.45, 0.4, 0.6), (0.25, 1.5, 0.8), (0.18, 20.0, 1.0), (0.05, 60.0, 1.2), (0.07, 300.0, 1.2))
@@ -22,8 +22,6 @@ _AGENT_SYSTEMS, _CHAT_SYSTEMS = (24, 30, 18, 40), (4, 6, 3, 8)
 _MOST_BLOCKS = 380
 # Of clients, those that say when a session is over.
 _SAY_END = 0.9
-# So long an answer's token takes when a trace is made of sessions.
-_TOKEN_SECONDS = 0.02
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,7 +129,7 @@ def trace_of_sessions(seed: int, requests: int, seconds: float) -> list[TracedRe
 def _requests(session: AgentSession, at: float) -> Iterator[TracedRequest]:
     for turn in session.turns:
         yield TracedRequest(at, turn.blocks, len(turn.blocks) * BLOCK_TOKENS, turn.output_tokens)
-        at += turn.output_tokens * _TOKEN_SECONDS + turn.pause_seconds
+        at += turn.output_tokens * TOKEN_SECONDS + turn.pause_seconds
         for each in turn.subagents:
             inside = list(_requests(each, at))
             yield from inside

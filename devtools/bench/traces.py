@@ -1,27 +1,35 @@
 """Traces of requests that share prefixes, in Mooncake's format: read from a file, or generated.
 
 A line is a JSON object of `timestamp` (milliseconds), `input_length`, `output_length` (tokens) and `hash_ids`: one
-number for each 512 tokens of the prompt, equal wherever all tokens up to there are equal.
+number for each 512 tokens of the prompt, equal wherever all tokens up to there are equal. Lines of agents also have a
+`session_id`; each but the first of a session may have, instead of its `timestamp`, the `delay` in milliseconds after
+the answer of the line before it, and `ends_session` says that no line of the session follows. Other fields are
+ignored.
 """
 
 import errno
 import gzip
 import hashlib
 import io
-import json
 import random
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import count
 from pathlib import Path
+from typing import Annotated
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from baton.errors import ConfigError
 from baton.files import read_file
 
 BLOCK_TOKENS = 512
 _LARGEST_BYTES = 1024 * 1024 * 1024  # public traces have up to 0.2 GiB
+
+# So long an answer's token is taken to need where a request comes so long after an answer.
+TOKEN_SECONDS = 0.02
 
 # Generated traces. All begin with one of 24 system prompts, of Zipf's popularity: conversations, agents with long
 # contexts, both, single questions, and prompts that are nothing but the system prompt.
@@ -30,12 +38,38 @@ KINDS = ("mixed", "conversations", "agents", "system-prompts", "zipf")
 
 @dataclass(frozen=True, slots=True)
 class TracedRequest:
-    """One request: when it comes, in seconds from the first one, and its prompt as numbered blocks."""
+    """One request: when it comes, in seconds from the first one, and its prompt as numbered blocks.
+
+    With `delay_seconds` it comes so long after the answer of its session's request before it, and `at_seconds` is when
+    that is if answers take 20 ms a token.
+    """
 
     at_seconds: float
     hash_ids: tuple[int, ...]
     input_tokens: int
     output_tokens: int
+    session_id: str = ""
+    delay_seconds: float | None = None
+    ends_session: bool = False
+
+
+_Milliseconds = Annotated[float, Field(ge=0, le=1e12, allow_inf_nan=False)]
+_Tokens = Annotated[int, Field(ge=0, le=1 << 31)]
+_BlockNumber = Annotated[int, Field(ge=0, lt=1 << 64)]
+
+
+class _Line(BaseModel):
+    """A line of a file."""
+
+    model_config = ConfigDict(strict=True, frozen=True)
+
+    timestamp: _Milliseconds | None = None
+    delay: _Milliseconds | None = None
+    input_length: _Tokens
+    output_length: _Tokens
+    hash_ids: tuple[_BlockNumber, ...]
+    session_id: str = ""
+    ends_session: bool = False
 
 
 def read_trace(path: Path) -> list[TracedRequest]:
@@ -49,8 +83,14 @@ def read_trace(path: Path) -> list[TracedRequest]:
             content = _unzipped(content)
     except (OSError, EOFError, zlib.error) as error:
         raise ConfigError(f"{path}: cannot be read: {error}") from error
-    lines = [(number, line) for number, line in enumerate(content.splitlines(), 1) if line.strip()]
-    requests = [_traced(line, f"{path}:{number}") for number, line in lines]
+    requests: list[TracedRequest] = []
+    latest: dict[str, TracedRequest] = {}
+    for number, line in enumerate(content.splitlines(), 1):
+        if line.strip():
+            request = _traced(line, f"{path}:{number}", latest)
+            requests.append(request)
+            if request.session_id:
+                latest[request.session_id] = request
     if not requests:
         raise ConfigError(f"{path}: has no requests")
     first = min(request.at_seconds for request in requests)
@@ -66,19 +106,46 @@ def _unzipped(content: bytes) -> bytes:
     return plain
 
 
-def _traced(line: bytes, place: str) -> TracedRequest:
+def _traced(line: bytes, place: str, latest: Mapping[str, TracedRequest]) -> TracedRequest:
+    """The request of a line. `latest` has the one before it of each session."""
     try:
-        fields = json.loads(line)
-        blocks = tuple(int(each) for each in fields["hash_ids"])
-        length, output = int(fields["input_length"]), int(fields["output_length"])
-        request = TracedRequest(float(fields["timestamp"]) / 1e3, blocks, length, output)
-    except (ValueError, TypeError, KeyError) as error:
-        raise ConfigError(f"{place}: is not a request in Mooncake's format: {error!r}") from error
-    if not (len(blocks) - 1) * BLOCK_TOKENS < length <= len(blocks) * BLOCK_TOKENS:
-        raise ConfigError(
-            f"{place}: input_length {length} does not fit {len(blocks)} hash_ids of {BLOCK_TOKENS} tokens"
-        )
-    return request
+        fields = _Line.model_validate_json(line)
+    except ValidationError as error:
+        fault = error.errors(include_url=False, include_input=False)[0]
+        name = "".join(f"{part}: " for part in fault["loc"][:1])
+        raise ConfigError(f"{place}: is not a request in Mooncake's format: {name}{fault['msg']}") from error
+    before = latest.get(fields.session_id)
+    if problem := _problem(fields, before):
+        raise ConfigError(f"{place}: {problem}")
+    delay = None if fields.delay is None else fields.delay / 1e3
+    at = (fields.timestamp or 0.0) / 1e3
+    if delay is not None and before is not None:
+        at = before.at_seconds + before.output_tokens * TOKEN_SECONDS + delay
+    session, ends = fields.session_id, fields.ends_session
+    return TracedRequest(at, fields.hash_ids, fields.input_length, fields.output_length, session, delay, ends)
+
+
+def _problem(line: _Line, before: TracedRequest | None) -> str:
+    """Why a line is no request after the one `before` of its session; empty if it is."""
+    blocks = len(line.hash_ids)
+    if (line.timestamp is None) == (line.delay is None):
+        return "expected either a timestamp or a delay"
+    if not max(0, (blocks - 1) * BLOCK_TOKENS) < line.input_length <= blocks * BLOCK_TOKENS:
+        return f"input_length {line.input_length} does not fit {blocks} hash_ids of {BLOCK_TOKENS} tokens"
+    if len(set(line.hash_ids)) < blocks:
+        return "has one of its hash_ids twice: they number blocks together with all tokens before them"
+    if before is not None:
+        return _problem_after(before, line)
+    return "" if line.delay is None else "has a delay, but no line of its session_id comes before it"
+
+
+def _problem_after(before: TracedRequest, line: _Line) -> str:
+    if before.ends_session:
+        return f"follows the line that ends session {line.session_id!r}"
+    # After a delay the time of `before` is only assumed.
+    if line.timestamp is not None and before.delay_seconds is None and line.timestamp / 1e3 < before.at_seconds:
+        return f"comes before the line before it of session {line.session_id!r}"
+    return ""
 
 
 def generate_trace(seed: int, requests: int, seconds: float, kind: str = "mixed") -> list[TracedRequest]:

@@ -40,6 +40,8 @@ from runtime.lasting import lasting
 
 # Of the interval of health checks: a report that is a little late still spares one.
 _REPEATED_WITHIN = 0.7
+# Of those that retain blocks of a worker, so many are told to operators.
+_MOST_TENANTS = 16
 
 Stub = TypeVar("Stub")
 LoadCard = Callable[[worker_pb2.ModelCard], "asyncio.Future[ServedModel]"]
@@ -226,6 +228,7 @@ class WorkerHandle:
         return Backlog(self.record, self.load.waiting, self.waiting_tokens, self.wake_seconds)
 
     def _set_load(self, load: cluster_service_pb2.WorkerLoad) -> None:
+        del load.retained[_MOST_TENANTS:]
         before, self.load = self.load.shed, load
         if load.shed != before:
             self._changed()

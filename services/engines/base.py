@@ -60,6 +60,8 @@ class EngineLoad:
     blocks_held: int = 0
     empty_blocks: float = field(default=0.0, compare=False)
     memory: MemoryTiers | None = field(default=None, compare=False)
+    # The tenants that retain most, as digests, and their blocks.
+    retained: Sequence[tuple[bytes, int]] = field(default=(), compare=False)
     wake_seconds: float | None = None  # of a model that sleeps: until a request can run
 
 

@@ -5,7 +5,8 @@ import itertools
 import random
 
 import pytest
-from support.clients.baton_command import Baton
+from google.protobuf.duration_pb2 import Duration
+from support.clients.baton_command import Baton, Outcome
 from support.cluster.in_process import FAST_ROUTER, Bench, bench
 from support.engines.checkpoints import DEMO
 from support.engines.tier_loads import always_loaded
@@ -65,6 +66,16 @@ async def until_below(running: Bench) -> None:
         raise AssertionError(f"not in host memory: {found}") from None
 
 
+async def retained(baton: Baton, running: Bench) -> Outcome:
+    """The listing, once the worker's report has come."""
+    async with timeout(PATIENCE_SECONDS):
+        while True:
+            listed = await baton("workers", "--memory", "--address", running.address)
+            if "retains" in listed.out:
+                return listed
+            await asyncio.sleep(0.1)
+
+
 @pytest.mark.usefixtures("always_loaded")
 async def test_a_prompt_that_went_to_host_memory_is_explained_loaded_and_counted(baton: Baton) -> None:
     async with bench(WORKER, router=ROUTER) as running:
@@ -77,8 +88,12 @@ async def test_a_prompt_that_went_to_host_memory_is_explained_loaded_and_counted
         again = await running.generate(**request(0))
         assert again.token_ids == first.token_ids
         assert again.finished.usage.cached_tokens == again.finished.usage.host_cached_tokens == 288
-        listed = await baton("workers", "--memory", "--address", running.address)
+        retain = generate_pb2.Retention(ttl=Duration(seconds=60), prompt_tokens=64)
+        granted = await running.generate(**request(0), cache=generate_pb2.CacheOptions(retain=retain))
+        assert granted.finished.usage.retained_tokens == 64
+        listed = await retained(baton, running)
     assert listed.code == 0
+    assert listed.lines[-1] == "d1: (default) retains 4 blocks, 9.8% of the pool"
     columns = listed.lines[2].split()
     assert columns[0] == "d1"
     assert columns[2].split("/")[1] == str((64 << 20) // (48 << 10))

@@ -232,6 +232,7 @@ class EngineCore:
             blocks_held=len(self.scheduler.held),
             empty_blocks=max(0.0, sum(len(sequence.blocks) for sequence in own) - filled),
             memory=self.tiers.sizes() if self.tiers is not None else None,
+            retained=self._pool.retained_by(),
         )
 
     def end_session(self, key: bytes) -> int:

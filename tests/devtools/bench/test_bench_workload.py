@@ -31,19 +31,52 @@ def test_a_trace_is_read_in_the_order_of_its_times(tmp_path: Path) -> None:
     assert read_trace(packed) == read_trace(path)
 
 
+AGENT = {**LINE, "session_id": "a"}
+
+
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        ({"hash_ids": None}, "is not a request in Mooncake's format"),
-        ({"timestamp": "soon"}, "is not a request in Mooncake's format"),
+        ({"hash_ids": None}, "is not a request in Mooncake's format: hash_ids: "),
+        ({"hash_ids": "46"}, "is not a request in Mooncake's format: hash_ids: "),
+        ({"hash_ids": [46.5, 47]}, "is not a request in Mooncake's format: hash_ids: "),
+        ({"hash_ids": [-1, 47]}, "is not a request in Mooncake's format: hash_ids: "),
+        ({"hash_ids": [1 << 64, 47]}, "is not a request in Mooncake's format: hash_ids: "),
+        ({"hash_ids": [46, 46]}, "has one of its hash_ids twice"),
+        ({"timestamp": "soon"}, "is not a request in Mooncake's format: timestamp: "),
+        ({"timestamp": float("nan")}, "is not a request in Mooncake's format: timestamp: "),
+        ({"timestamp": -1}, "is not a request in Mooncake's format: timestamp: "),
+        ({"output_length": -1}, "is not a request in Mooncake's format: output_length: "),
         ({"input_length": 5000}, "input_length 5000 does not fit 2 hash_ids"),
+        ({"input_length": 0, "hash_ids": []}, "input_length 0 does not fit 0 hash_ids"),
+        ({"timestamp": None}, "expected either a timestamp or a delay"),
+        ({"delay": 5}, "expected either a timestamp or a delay"),
+        ({"timestamp": None, "delay": 5}, "has a delay, but no line of its session_id comes before it"),
+        ({"session_id": "a", "timestamp": 1}, "comes before the line before it of session 'a'"),
     ],
-    ids=["no-blocks", "no-time", "too-long"],
 )
 def test_a_wrong_line_of_a_trace_is_named(tmp_path: Path, change: dict[str, object], said: str) -> None:
-    path = write(tmp_path / "trace.jsonl", LINE, {**LINE, **change})
+    path = write(tmp_path / "trace.jsonl", AGENT, {**LINE, **change})
     with pytest.raises(ConfigError, match=rf"trace.jsonl:2: {said}"):
         read_trace(path)
+
+
+@pytest.mark.parametrize("line", ["[1, 2]", "{", "[" * 100_000, "\x00", '"' + "x" * 1000])
+def test_a_line_that_is_no_object_is_named(tmp_path: Path, line: str) -> None:
+    path = write(tmp_path / "trace.jsonl", LINE)
+    path.write_text(path.read_text() + line)
+    with pytest.raises(ConfigError, match=r"trace.jsonl:2: is not a request in Mooncake's format"):
+        read_trace(path)
+
+
+def test_the_next_turn_of_a_session_may_come_so_long_after_the_answer(tmp_path: Path) -> None:
+    turn = {**AGENT, "timestamp": None, "delay": 500, "output_length": 100}
+    path = write(tmp_path / "trace.jsonl", {**AGENT, "output_length": 50}, turn, {**turn, "ends_session": True})
+    requests = read_trace(path)
+    assert [request.at_seconds for request in requests] == [0.0, 50 * 0.02 + 0.5, 150 * 0.02 + 1.0]
+    assert [request.delay_seconds for request in requests] == [None, 0.5, 0.5]
+    with pytest.raises(ConfigError, match=r"trace.jsonl:4: follows the line that ends session 'a'"):
+        read_trace(write(path, AGENT, AGENT, {**AGENT, "ends_session": True}, turn))
 
 
 def test_a_trace_that_cannot_be_read_is_named(tmp_path: Path) -> None:

@@ -158,6 +158,10 @@ class BlockPool:
         """Retains the cached blocks of a chain. Returns how many, from the first on, its tenant's bound allows."""
         return self._idle.retain(hashes, retain)
 
+    def retained_by(self) -> Sequence[tuple[bytes, int]]:
+        """The tenants that retain most blocks, and how many; it may be a second old."""
+        return self._idle.retained_by()
+
     def record(self, session: Session | None, hashes: Sequence[bytes]) -> None:
         """Notes the chain of a request, which has released its blocks, and ends its session if it says so."""
         if session is None:

@@ -16,6 +16,8 @@ from services.engines.running import metrics
 
 RETAINED_SHARE: Final = 0.25
 """Of a pool, the most that one tenant retains by default."""
+MOST_TENANTS: Final = 16
+"""So many tenants are told of in a worker's load."""
 _SWEEP_SECONDS: Final = 1.0  # between two searches for what has expired, which look at all that is retained
 
 
@@ -50,6 +52,8 @@ class EvictionOrder:
         self._retained: dict[int, OrderedDict[int, None]] = {}  # by priority
         self._kept: dict[bytes, _Kept] = {}
         self._kept_by: Counter[bytes] = Counter()
+        self._most_kept: Sequence[tuple[bytes, int]] = ()
+        self._most_kept_until = -math.inf
         self._next_sweep = math.inf
 
     def __len__(self) -> int:
@@ -120,6 +124,15 @@ class EvictionOrder:
             self._keep(link, replace(wanted, priority=kept.priority) if kept is not None and is_others else wanted)
         self._next_sweep = min(self._next_sweep, wanted.until)
         return granted
+
+    def retained_by(self) -> Sequence[tuple[bytes, int]]:
+        """The tenants that retain most blocks, and how many; it may be a second old."""
+        now = self._clock()
+        if now >= self._most_kept_until:
+            self._sweep()
+            self._most_kept = self._kept_by.most_common(MOST_TENANTS)
+            self._most_kept_until = now + _SWEEP_SECONDS
+        return self._most_kept
 
     def forget(self, link: bytes) -> None:
         """Retains this block no longer."""

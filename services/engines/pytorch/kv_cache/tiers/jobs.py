@@ -6,7 +6,7 @@ The measured speeds of loading and of computing, and which of both is sooner.
 import math
 import threading
 import time
-from collections import Counter, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -118,8 +118,9 @@ _MOST_RATIO, _MOST_LOAD_RATIO = 32.0, 4.0
 # Of the loads that are not worth it a little of one in so many is made at most, to notice when they are again: a link
 # is measured by loads only, and a single one that was held up would otherwise end them for good.
 _TRIAL = 20
-# All trials may take this share of the time to compute what was not loaded.
-_TRIAL_SHARE = 0.02
+# Trials of prompts between two powers of two may take this share of the time to compute these: at most twice of it of
+# the shorter ones.
+_TRIAL_SHARE = 0.01
 # A load that takes no longer than this is never late.
 _LEAST_PATIENCE_SECONDS = 0.05
 
@@ -208,8 +209,9 @@ class Rates:
         self._step_seconds = step_seconds
         # By the power of two above their length: attention makes the tokens of long prompts dearer.
         self._prompts: dict[int, _Pace] = {}
-        self._refused = 0
-        self._trial_seconds = 0.0
+        # Of those, too: how many were not loaded in whole, and the time that their trials may take.
+        self._refused = Counter[int]()
+        self._trial_seconds = defaultdict[int, float](float)
 
     def loaded(self, tier: KvTier, blocks: int, seconds: float) -> None:
         """Notes a load."""
@@ -257,19 +259,21 @@ class Rates:
         if best == host + disk:
             return best
         tier, left = (KvTier.HOST, host) if best < host else (KvTier.DISK, disk)
-        return best + self._trial_blocks(tier, left, _TRIAL_SHARE * whole)
+        length = (host + disk).bit_length()
+        self._refused[length] += 1
+        self._trial_seconds[length] += _TRIAL_SHARE * whole
+        return best + self._trial_blocks(tier, left, length)
 
-    def _trial_blocks(self, tier: KvTier, left: int, more_seconds: float) -> int:
+    def _trial_blocks(self, tier: KvTier, left: int, length: int) -> int:
         """Returns how many blocks are loaded as a trial: none, before trials may take so much longer than computing."""
-        self._refused += 1
-        self._trial_seconds += more_seconds
         cost, saved = self._loads[tier], (self.compute_seconds(left) or 0.0) / left
         lost, slower = cost.seconds(1) - saved, cost.block_seconds - saved
-        if self._refused < _TRIAL or self._trial_seconds < lost:
+        seconds = self._trial_seconds[length]
+        if self._refused[length] < _TRIAL or seconds < lost:
             return 0
         # As many as there is time for: more of them say more.
-        blocks = left if slower <= 0 else min(left, 1 + int((self._trial_seconds - lost) / slower))
-        self._refused, self._trial_seconds = 0, 0.0
+        blocks = left if slower <= 0 else min(left, 1 + int((seconds - lost) / slower))
+        del self._refused[length], self._trial_seconds[length]
         return blocks
 
     def patience_seconds(self, blocks: int) -> float:

@@ -178,3 +178,16 @@ def test_what_is_remembered_of_sessions_is_bounded() -> None:
         pool.record(Session(number.to_bytes(4, "big")), LINKS[:0])
     assert len(pool._sessions) == 4096
     assert len(pool._sessions._holders) <= len(LINKS)
+
+
+def test_the_tenants_that_retain_most_are_known_with_how_much() -> None:
+    pool = filled([LINKS[:8]])
+    assert pool.retained_by() == []
+    seconds = [0.0]
+    order = EvictionOrder({}, {link: block for block, link in enumerate(LINKS)}, 12, lambda: seconds[0])
+    order.retain(LINKS[:3], Retain(60, tenant=b"a"))
+    order.retain(LINKS[3:8], Retain(5, tenant=b"b"))
+    assert order.retained_by() == [(b"b", 5), (b"a", 3)]
+    order.forget(LINKS[0])
+    seconds[0] = 10.0
+    assert order.retained_by() == [(b"a", 2)]

@@ -32,7 +32,7 @@ def test_one_load_that_was_held_up_does_not_end_loads_for_good() -> None:
     rates.computed(1000, 0.1)
     rates.loaded(KvTier.HOST, 1, 5.0)
     assert rates.worth_loading(10, 0) == 0
-    for _ in range(100):
+    for _ in range(200):
         if rates.worth_loading(10, 0):
             rates.loaded(KvTier.HOST, 10, 0.004)
     assert rates.worth_loading(10, 0) == 10
@@ -91,17 +91,20 @@ class Link:
         return seconds * self.chance.lognormvariate(-spread * spread / 2, spread)
 
     def resume(self, rates: Rates, blocks: int) -> tuple[float, float]:
-        """The seconds of a prompt of so many known blocks and one that is new, and those to compute it all."""
+        """The seconds of a prompt of so many known blocks and one that is new, and those to compute it all: on average,
+        since what chance adds to either is not the decision's.
+        """
         tokens = 32 * (blocks + 1)
         loaded = rates.worth_loading(host=blocks, disk=0)
         rest = tokens - 32 * loaded
-        seconds = 0.005 + self.by_chance(self.computing(rest, 32 * loaded), 0.1)
-        if loaded:
-            seconds += self.by_chance(self.base_seconds, self.spread) + 8e-5 * loaded
-            rates.resumed(KvTier.HOST, loaded, rest, seconds)
-        else:
+        computing = self.computing(rest, 32 * loaded)
+        seconds = 0.005 + self.by_chance(computing, 0.1)
+        if not loaded:
             rates.computed(tokens, seconds)
-        return seconds, 0.005 + self.computing(tokens)
+            return 0.005 + computing, 0.005 + computing
+        loading = self.by_chance(self.base_seconds, self.spread) + 8e-5 * loaded
+        rates.resumed(KvTier.HOST, loaded, rest, seconds + loading)
+        return 0.005 + computing + self.base_seconds + 8e-5 * loaded, 0.005 + self.computing(tokens)
 
 
 LENGTHS = (1, 4, 8, 15, 24, 31, 62, 250, 999)
@@ -123,10 +126,7 @@ def test_prompts_that_come_back_are_not_slower_than_computed_ones_whatever_a_loa
         seconds, alone = link.resume(rates, blocks)
         took[blocks] += seconds
         computing[blocks] += alone
-    # Trials are within two percent of all that is not loaded, whichever length they fall on; the rest is chance.
-    short = LENGTHS[:6]
-    assert sum(took[blocks] for blocks in short) <= 1.03 * sum(computing[blocks] for blocks in short)
-    assert max(took[blocks] / computing[blocks] for blocks in LENGTHS) <= 1.1
+    assert max(took[blocks] / computing[blocks] for blocks in LENGTHS) <= 1.02
     assert took[250] <= 0.25 * computing[250]
     assert took[999] <= 0.15 * computing[999]
 
