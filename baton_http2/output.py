@@ -49,6 +49,7 @@ class Output:
         "_written_bytes",
         "frames",
         "header_blocks",
+        "held_bytes",
         "is_scheduled",
         "max_frame",
         "paused",
@@ -78,6 +79,8 @@ class Output:
         self.header_blocks = 0
         # Of all streams, what was written and could not be framed yet.
         self.waiting_bytes = 0
+        # Of messages that their writers could not write yet.
+        self.held_bytes = 0
         transport.set_write_buffer_limits(high=_TRANSPORT_BYTES)
 
     @property
@@ -89,6 +92,11 @@ class Output:
     def read_bytes(self) -> int:
         """The bytes of all frames that the transport has written so far."""
         return self._written_bytes - self._transport.get_write_buffer_size()
+
+    @property
+    def unread_bytes(self) -> int:
+        """The bytes of answers that wait here, in the transport, and with their writers."""
+        return self.waiting_bytes + self.held_bytes + self._transport.get_write_buffer_size()
 
     @property
     def is_crowded(self) -> bool:
