@@ -11,6 +11,7 @@ from functools import partial
 from baton.inference.v1 import embed_pb2, generate_pb2, model_pb2, timing_pb2
 from router.admission.controller import AdmissionController
 from router.admission.predictor import RequestEstimate
+from router.config import LimitsConfig
 from router.context import ContextFactory, RequestContext
 from router.embedding.calls import ROLE, EmbedCalls, WantedVectors
 from router.running import RunningRequests
@@ -37,14 +38,15 @@ def find_model(cluster: Cluster, name: str) -> EmbeddingModel:
     raise model.unsupported("embeddings, since no worker has the role embed")
 
 
-def check(request: embed_pb2.EmbedRequest, target: EmbeddingModel, max_inputs: int) -> None:
+def check(request: embed_pb2.EmbedRequest, target: EmbeddingModel, limits: LimitsConfig) -> None:
     """Raises InvalidRequest naming every wrong field, before any text is tokenized."""
     violations = Violations()
     violations.request_id(request.request_id)
     violations.require(bool(request.inputs), "inputs", "is empty")
     if request.HasField("dimensions"):
         violations.number("dimensions", request.dimensions, 1, target.rules.dimensions)
-    if violations.count("inputs", len(request.inputs), max_inputs):
+    if violations.count("inputs", len(request.inputs), limits.max_embed_inputs):
+        _check_answer(request, target, limits.max_embed_numbers, violations)
         for index, one in enumerate(request.inputs):
             _check_input(f"inputs[{index}]", one, target, violations)
             if violations.is_full:
@@ -61,6 +63,20 @@ def tokenize(request: embed_pb2.EmbedRequest, target: EmbeddingModel) -> list[ge
         _check_length(f"inputs[{index}]", len(ids.ids), target, violations)
     violations.raise_any()
     return found
+
+
+def _check_answer(
+    request: embed_pb2.EmbedRequest, target: EmbeddingModel, max_numbers: int, violations: Violations
+) -> None:
+    """A short request may ask for a long answer."""
+    dimensions = request.dimensions or target.rules.dimensions
+    most = max(1, max_numbers // max(1, dimensions))
+    violations.require(
+        len(request.inputs) <= most,
+        "inputs",
+        f"has {len(request.inputs)}; of vectors of {dimensions} numbers an answer has at most {most}: send fewer at"
+        " once, or ask for fewer dimensions",
+    )
 
 
 def _check_input(path: str, one: embed_pb2.EmbedInput, target: EmbeddingModel, violations: Violations) -> None:
@@ -148,9 +164,9 @@ class EmbedPipeline:
             target = find_model(self._cluster, request.model)
             ctx.stats.model = target.model.name
             if ctx.is_large:
-                await asyncio.to_thread(check, request, target, self._contexts.limits.max_embed_inputs)
+                await asyncio.to_thread(check, request, target, self._contexts.limits)
             else:
-                check(request, target, self._contexts.limits.max_embed_inputs)
+                check(request, target, self._contexts.limits)
         return target
 
     async def _tokenize(

@@ -87,6 +87,16 @@ async def test_more_inputs_than_allowed_are_refused() -> None:
     assert violations(caught.value) == ["inputs"]
 
 
+async def test_more_vectors_than_an_answer_may_have_are_refused_before_any_is_made() -> None:
+    router = FAST_ROUTER.model_copy(update={"limits": LimitsConfig(max_embed_numbers=200)})
+    async with bench(E1, router=router) as running:
+        with pytest.raises(BatonError, match="at most 3: send fewer") as caught:
+            await embed(running, *"abcd")
+        fewer = await embed(running, *"abcd", dimensions=50)
+    assert violations(caught.value) == ["inputs"]
+    assert len(fewer.embeddings) == 4
+
+
 async def test_many_inputs_are_divided_among_the_workers() -> None:
     calls = since("baton_worker_calls_total", stage="embed", outcome="ok", reason="OK")
     async with bench(E1, E2) as running:
