@@ -204,9 +204,11 @@ class Output:
     def _write(self) -> None:
         frames = self.frames
         content = frames[0] if len(frames) == 1 else b"".join(frames)
-        self._written_bytes += len(content)
-        self._transport.write(content)
         frames.clear()
+        # uvloop's raises where its peer has just gone, which is not known here yet.
+        if not self._transport.is_closing():
+            self._written_bytes += len(content)
+            self._transport.write(content)
 
     def schedule(self) -> None:
         """Has `flush` called at the end of this turn of the loop; once, while `is_scheduled`."""
