@@ -10,10 +10,10 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Final
 
+from baton.errors import InvalidRequest
 from baton.inference.v1 import embed_pb2, generate_pb2, model_pb2, timing_pb2
 from router.admission.controller import AdmissionController
 from router.admission.predictor import RequestEstimate
-from router.config import LimitsConfig
 from router.context import ContextFactory, RequestContext
 from router.embedding.calls import ROLE, EmbedCalls, WantedVectors
 from router.running import RunningRequests
@@ -43,15 +43,14 @@ def find_model(cluster: Cluster, name: str) -> EmbeddingModel:
     raise model.unsupported("embeddings, since no worker has the role embed")
 
 
-def check(request: embed_pb2.EmbedRequest, target: EmbeddingModel, limits: LimitsConfig) -> None:
+def check(request: embed_pb2.EmbedRequest, target: EmbeddingModel, max_inputs: int) -> None:
     """Raises InvalidRequest naming every wrong field, before any text is tokenized."""
     violations = Violations()
     violations.request_id(request.request_id)
     violations.require(bool(request.inputs), "inputs", "is empty")
     if request.HasField("dimensions"):
         violations.number("dimensions", request.dimensions, 1, target.rules.dimensions)
-    if violations.count("inputs", len(request.inputs), limits.max_embed_inputs):
-        _check_answer(request, target, limits.max_embed_numbers, violations)
+    if violations.count("inputs", len(request.inputs), max_inputs):
         for index, one in enumerate(request.inputs):
             _check_input(f"inputs[{index}]", one, target, violations)
             if violations.is_full:
@@ -70,18 +69,16 @@ def tokenize(request: embed_pb2.EmbedRequest, target: EmbeddingModel) -> list[ge
     return found
 
 
-def _check_answer(
-    request: embed_pb2.EmbedRequest, target: EmbeddingModel, max_numbers: int, violations: Violations
-) -> None:
-    """A short request may ask for a long answer."""
-    dimensions = _dimensions(request, target)
-    most = max(1, max_numbers // max(1, dimensions))
-    violations.require(
-        len(request.inputs) <= most,
-        "inputs",
-        f"has {len(request.inputs)}; of vectors of {dimensions} numbers an answer has at most {most}: send fewer at"
-        " once, or ask for fewer dimensions",
-    )
+def check_answer(request: embed_pb2.EmbedRequest, target: EmbeddingModel, max_numbers: int) -> None:
+    """Raises InvalidRequest if the answer to a checked request would be too long: a short one may ask for much."""
+    dimensions, number = _dimensions(request, target), len(request.inputs)
+    most = max(1, max_numbers // dimensions)
+    if number > most:
+        raise InvalidRequest.of(
+            "inputs",
+            f"has {number}; of vectors of {dimensions} numbers an answer has at most {most}: send fewer at once, or ask"
+            " for fewer dimensions",
+        )
 
 
 def _dimensions(request: embed_pb2.EmbedRequest, target: EmbeddingModel) -> int:
@@ -201,9 +198,10 @@ class EmbedPipeline:
             target = find_model(self._cluster, request.model)
             ctx.stats.model = target.model.name
             if ctx.is_large:
-                await asyncio.to_thread(check, request, target, self._contexts.limits)
+                await asyncio.to_thread(check, request, target, self._contexts.limits.max_embed_inputs)
             else:
-                check(request, target, self._contexts.limits)
+                check(request, target, self._contexts.limits.max_embed_inputs)
+            check_answer(request, target, self._contexts.limits.max_embed_numbers)
         return target
 
     async def _tokenize(
