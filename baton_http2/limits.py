@@ -48,6 +48,9 @@ BYTES_PER_FRAME: Final = 16
 # An answer of so many bytes, about a token, earns its reader one more early cancel.
 BYTES_PER_CANCEL: Final = 64
 
+# Of all answers of a process that are not read yet.
+UNREAD_OUTPUT_BYTES: Final = 256 * 2**20
+
 
 class Rate(BaseModel):
     """A limit: the number that a peer may send at once, and the number that it may send more each second."""
@@ -119,6 +122,7 @@ class ServerLimits:
     keepalive_timeout_seconds: float = 10.0
     min_ping_seconds: float = 5.0
     input: InputLimits | None = field(default_factory=InputLimits)
+    unread_output_bytes: int = UNREAD_OUTPUT_BYTES  # of answers, on all connections of the process
 
 
 class Bucket:

@@ -2,11 +2,12 @@
 
 import asyncio
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Final
 
 from baton_http2.endpoint import Endpoint
 from baton_http2.limits import EXCEEDED
+from baton_http2.stream import Stream
 from baton_http2.wire import frames as h2
 from baton_http2.wire.frames import ConnectionFailure
 from baton_http2.wire.messages import MessageFailure
@@ -162,9 +163,19 @@ class Liveness:
         if waits and self._read_before == was:
             connection.budget_exceeded("slow_reader", "nothing was read for too long")
             return
-        for stream_id, stream in tuple(connection.streams.items()):
-            if stream.is_stalled():
-                EXCEEDED.labels("slow_reader").inc()
-                call = connection.calls[stream_id]
-                stream.reset(h2.ENHANCE_YOUR_CALM)
-                call.leave()
+        self._end_streams([stream for stream in connection.streams.values() if stream.is_stalled()], "slow_reader")
+
+    def end_unread(self) -> None:
+        """Ends the calls whose answers wait; where none is left that does, the connection."""
+        unread = [stream for stream in self._connection.streams.values() if stream.is_unread]
+        if unread:
+            self._end_streams(unread, "unread_output")
+        else:
+            self._connection.budget_exceeded("unread_output", "too much of all answers is unread")
+
+    def _end_streams(self, streams: Sequence[Stream], budget: str) -> None:
+        for stream in streams:
+            EXCEEDED.labels(budget).inc()
+            call = self._connection.calls[stream.id]
+            stream.reset(h2.ENHANCE_YOUR_CALM)
+            call.leave()

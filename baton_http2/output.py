@@ -49,6 +49,7 @@ class Output:
         "_written_bytes",
         "frames",
         "header_blocks",
+        "held_bytes",
         "is_scheduled",
         "max_frame",
         "paused",
@@ -78,6 +79,8 @@ class Output:
         self.header_blocks = 0
         # Of all streams, what was written and could not be framed yet.
         self.waiting_bytes = 0
+        # Of messages that their writers could not write yet.
+        self.held_bytes = 0
         transport.set_write_buffer_limits(high=_TRANSPORT_BYTES)
 
     @property
@@ -89,6 +92,11 @@ class Output:
     def read_bytes(self) -> int:
         """The bytes of all frames that the transport has written so far."""
         return self._written_bytes - self._transport.get_write_buffer_size()
+
+    @property
+    def unread_bytes(self) -> int:
+        """The bytes of answers that wait here, in the transport, and with their writers."""
+        return self.waiting_bytes + self.held_bytes + self._transport.get_write_buffer_size()
 
     @property
     def is_crowded(self) -> bool:
@@ -196,9 +204,11 @@ class Output:
     def _write(self) -> None:
         frames = self.frames
         content = frames[0] if len(frames) == 1 else b"".join(frames)
-        self._written_bytes += len(content)
-        self._transport.write(content)
         frames.clear()
+        # uvloop's raises where its peer has just gone, which is not known here yet.
+        if not self._transport.is_closing():
+            self._written_bytes += len(content)
+            self._transport.write(content)
 
     def schedule(self) -> None:
         """Has `flush` called at the end of this turn of the loop; once, while `is_scheduled`."""

@@ -236,6 +236,11 @@ class Stream:
             return False
         return not output.is_crowded or size + 5 <= min(self.window, _SMALL_BYTES)
 
+    @property
+    def is_unread(self) -> bool:
+        """True if bytes wait, or a writer does."""
+        return bool(self._pending) or bool(self._writers)
+
     def is_stalled(self) -> bool:
         """True if bytes wait, and none of them has been sent since this was last asked."""
         # Not by the window, which a peer may open as it likes while that of its connection is closed.

@@ -39,5 +39,10 @@ class CallTurns:
 
 async def wait_until_writable(stream: Stream, size: int) -> None:
     """Waits until a message of so many bytes may be written, or the stream is closed."""
-    while not stream.is_writable(size) and not stream.closed:
-        await stream.change()
+    output = stream.connection
+    output.held_bytes += size
+    try:
+        while not stream.is_writable(size) and not stream.closed:
+            await stream.change()
+    finally:
+        output.held_bytes -= size

@@ -44,6 +44,7 @@ class LimitsConfig(Section):
     grammar_seconds: float = Field(default=10.0, gt=0)  # to check the grammar of a guided request
     max_images: int = Field(default=16, ge=0)  # of one request
     max_embed_inputs: int = Field(default=2048, ge=1)  # of one request for embeddings
+    max_embed_numbers: int = Field(default=2**21, ge=1)  # of all its vectors: 8 MiB, or about 40 MB as JSON
     max_loading_images: int = Field(default=16, ge=1)  # fetched and checked at the same time, of all requests
 
 

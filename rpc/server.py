@@ -20,7 +20,8 @@ from baton.connection.credentials import is_loopback
 from baton.connection.settings import KEEPALIVE_OPTIONS, MAX_RECEIVE_BYTES
 from baton.errors import ConfigError
 from baton_http2.input_budget import InputBudget, InputLimits
-from baton_http2.limits import METRICS, Http2Limits, ServerLimits
+from baton_http2.limits import METRICS, UNREAD_OUTPUT_BYTES, Http2Limits, ServerLimits
+from baton_http2.output_budget import OutputBudget
 from baton_http2.server.methods import Caller, Refuse
 from baton_http2.server.server import RESERVED_DESCRIPTORS, Http2Server
 from baton_http2.sockets.descriptors import OpenConnections
@@ -74,6 +75,11 @@ class ConnectionLimits(Section):
     )
 
     input: InputLimits = Field(default=InputLimits(), description="Of requests that are not read yet.")
+    unread_output_bytes: int = Field(
+        default=UNREAD_OUTPUT_BYTES,
+        ge=2**20,
+        description="Of all answers that are not read yet; then the calls of the slowest readers end.",
+    )
     reserved_descriptors: int = Field(
         default=RESERVED_DESCRIPTORS,
         ge=0,
@@ -104,14 +110,18 @@ class ConnectionLimits(Section):
             self.max_age_seconds,
             self.compressed_requests,
             input=self.input,
+            unread_output_bytes=self.unread_output_bytes,
         )
 
 
 @dataclass(frozen=True, slots=True)
 class SharedLimits:
-    """The limits that a process' servers share: memory for requests, descriptors for connections, and patience."""
+    """The limits that a process' servers share: memory for requests and for answers that are not read, descriptors
+    for connections, and patience.
+    """
 
     input: InputBudget
+    output: OutputBudget
     connections: OpenConnections
     slow_reader_seconds: float
 
@@ -119,7 +129,8 @@ class SharedLimits:
     def of(cls, limits: ConnectionLimits) -> "SharedLimits":
         """As configured."""
         connections = OpenConnections(limits.reserved_descriptors)
-        return cls(InputBudget(limits.input), connections, limits.http2.slow_reader_seconds)
+        output = OutputBudget(limits.unread_output_bytes)
+        return cls(InputBudget(limits.input), output, connections, limits.http2.slow_reader_seconds)
 
 
 # Which implementation serves: grpc.aio, or our own HTTP/2.
@@ -196,6 +207,7 @@ async def serve(
             limits.server_limits(),
             refuse=_refuse_by(access),
             input=shared.input,
+            output=shared.output,
             open_connections=shared.connections,
         )
     else:

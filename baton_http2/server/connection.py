@@ -12,6 +12,7 @@ from baton_http2.input_budget import InputBudget, Reservation
 from baton_http2.limits import CONNECTIONS, EXCEEDED, Bucket, ServerLimits, exceeded
 from baton_http2.liveness import Liveness
 from baton_http2.output import Output
+from baton_http2.output_budget import OutputBudget
 from baton_http2.receiver import CONNECTION_WINDOW, Receiver
 from baton_http2.server.call import ServerCall
 from baton_http2.server.calls import Calls
@@ -39,11 +40,17 @@ class Connections:
     """The connections of one server, and what they share."""
 
     def __init__(
-        self, limits: ServerLimits, calls: Calls, input: InputBudget, open_connections: OpenConnections
+        self,
+        limits: ServerLimits,
+        calls: Calls,
+        input: InputBudget,
+        output: OutputBudget,
+        open_connections: OpenConnections,
     ) -> None:
         self.limits = limits
         self.calls = calls
         self.input = input
+        self._output = output
         self.open: dict[Connection, None] = {}
         self._of_process = open_connections
         self._by_peer: Counter[str] = Counter()
@@ -52,6 +59,7 @@ class Connections:
         """Counts a connection that is made. Raises ConnectionFailure if it may not stay."""
         self.open[connection] = None
         self._of_process.add(connection)
+        self._output.add(connection)
         self._by_peer[connection.peer.host] += 1
         if self._by_peer[connection.peer.host] > self.limits.http2.max_connections_per_peer:
             raise exceeded("connections", "too many connections of one peer")
@@ -63,6 +71,7 @@ class Connections:
         """Forgets a connection that is lost."""
         self.open.pop(connection, None)
         self._of_process.discard(connection)
+        self._output.discard(connection)
         self._by_peer[connection.peer.host] -= 1
         if not self._by_peer[connection.peer.host]:
             del self._by_peer[connection.peer.host]
@@ -276,6 +285,21 @@ class Connection(asyncio.Protocol):
         EXCEEDED.labels("connections").inc()
         self.close("too many connections, and none has been idle for longer")
         self.loop.call_later(_CUT_SECONDS, self.transport.abort, context=self.context)
+
+    @property
+    def unread_bytes(self) -> int:
+        """Of answers, what its client has not taken."""
+        return self.output.unread_bytes
+
+    @property
+    def read_bytes(self) -> int:
+        """Taken by its client so far."""
+        return self.output.read_bytes
+
+    def end_unread(self) -> None:
+        """Ends the calls whose answers wait, or the connection."""
+        if not self.is_closing:
+            self.liveness.end_unread()
 
     def _leave_calls(self) -> None:
         calls, streams = tuple(self.calls.values()), tuple(self.streams.values())

@@ -11,6 +11,7 @@ from grpc import aio
 from baton_http2.aio import timeout
 from baton_http2.input_budget import InputBudget, InputLimits
 from baton_http2.limits import EXCEEDED, ServerLimits
+from baton_http2.output_budget import OutputBudget
 from baton_http2.security import require_http2
 from baton_http2.server.calls import Calls
 from baton_http2.server.connection import Connection, Connections
@@ -36,8 +37,8 @@ class Http2Server:
     """Serves handlers as `grpc.aio.server` does, and takes what generated code and interceptors give to that one.
 
     Each call starts with the context variables of the code that creates the server.
-    `refuse` decides at a call's headers, before its message is received; `input` and `open_connections` may be those of
-    several servers.
+    `refuse` decides at a call's headers, before its message is received; `input`, `output` and `open_connections` may
+    be those of several servers.
     """
 
     def __init__(
@@ -47,12 +48,14 @@ class Http2Server:
         *,
         refuse: Refuse | None = None,
         input: InputBudget | None = None,
+        output: OutputBudget | None = None,
         open_connections: OpenConnections | None = None,
     ) -> None:
         self.calls = Calls(interceptors, refuse)
         self._open_connections = open_connections or OpenConnections(RESERVED_DESCRIPTORS)
         budget = input or InputBudget(limits.input or InputLimits())
-        self.connections = Connections(limits, self.calls, budget, self._open_connections)
+        unread = output or OutputBudget(limits.unread_output_bytes)
+        self.connections = Connections(limits, self.calls, budget, unread, self._open_connections)
         self._handshake_seconds = limits.http2.handshake_seconds
         self._sockets: list[socket.socket] = []
         self._ssl: ssl.SSLContext | None = None

@@ -4,10 +4,13 @@ The inputs of a request for embeddings: checks, and from texts to token ids. Not
 """
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
+from typing import Final
 
+from baton.errors import InvalidRequest
 from baton.inference.v1 import embed_pb2, generate_pb2, model_pb2, timing_pb2
 from router.admission.controller import AdmissionController
 from router.admission.predictor import RequestEstimate
@@ -18,6 +21,9 @@ from router.telemetry.spans import set_embed_attributes
 from router.text.served_model import ServedModel
 from router.workers.cluster import Cluster
 from rpc.violations import Violations
+
+# Of all vectors that are being made: 64 MiB, of which an answer has a copy or two.
+_MOST_NUMBERS: Final = 2**24
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +69,22 @@ def tokenize(request: embed_pb2.EmbedRequest, target: EmbeddingModel) -> list[ge
     return found
 
 
+def check_answer(request: embed_pb2.EmbedRequest, target: EmbeddingModel, max_numbers: int) -> None:
+    """Raises InvalidRequest if the answer to a checked request would be too long: a short one may ask for much."""
+    dimensions, number = _dimensions(request, target), len(request.inputs)
+    most = max(1, max_numbers // dimensions)
+    if number > most:
+        raise InvalidRequest.of(
+            "inputs",
+            f"has {number}; of vectors of {dimensions} numbers an answer has at most {most}: send fewer at once, or ask"
+            " for fewer dimensions",
+        )
+
+
+def _dimensions(request: embed_pb2.EmbedRequest, target: EmbeddingModel) -> int:
+    return request.dimensions or target.rules.dimensions
+
+
 def _check_input(path: str, one: embed_pb2.EmbedInput, target: EmbeddingModel, violations: Violations) -> None:
     match one.WhichOneof("input"):
         case "text":
@@ -101,6 +123,29 @@ def _ids(one: embed_pb2.EmbedInput, model: ServedModel) -> generate_pb2.TokenIds
     return generate_pb2.TokenIds(ids=model.tokenizer.encode(one.text))
 
 
+class VectorRoom:
+    """The numbers of all vectors that are being made; requests wait for theirs, in the order in which they came."""
+
+    def __init__(self, numbers: int) -> None:
+        self._free = numbers
+        self._turn = asyncio.Lock()
+        self._freed = asyncio.Event()
+
+    @asynccontextmanager
+    async def hold(self, numbers: int) -> AsyncIterator[None]:
+        """Has room for so many until the context is left."""
+        async with self._turn:
+            while self._free < numbers:
+                self._freed.clear()
+                await self._freed.wait()
+            self._free -= numbers
+        try:
+            yield
+        finally:
+            self._free += numbers
+            self._freed.set()
+
+
 class EmbedPipeline:
     """Runs requests for embeddings on a cluster."""
 
@@ -117,6 +162,7 @@ class EmbedPipeline:
         self._cluster = cluster
         self._admission = admission
         self._calls = calls
+        self._room = VectorRoom(max(_MOST_NUMBERS, contexts.limits.max_embed_numbers))
 
     async def run(self, request: embed_pb2.EmbedRequest, call: object) -> embed_pb2.EmbedResponse:
         """Answers a call. Raises a BatonError if it fails. A cancellation of the caller means that the client left."""
@@ -137,7 +183,11 @@ class EmbedPipeline:
             target = await self._validate(ctx, request)
             texts = await self._tokenize(ctx, request, target)
             tokens = ctx.stats.prompt_tokens = sum(len(one.ids) for one in texts)
-            async with self._admission.admit(ctx, RequestEstimate(target.model.name, tokens, None, ROLE)):
+            numbers = len(texts) * _dimensions(request, target)
+            async with (
+                self._admission.admit(ctx, RequestEstimate(target.model.name, tokens, None, ROLE)),
+                self._room.hold(numbers),
+            ):
                 response.embeddings.extend(await self._embed(ctx, request, target, texts))
         response.model = target.model.name
         response.usage.prompt_tokens = tokens
@@ -151,6 +201,7 @@ class EmbedPipeline:
                 await asyncio.to_thread(check, request, target, self._contexts.limits.max_embed_inputs)
             else:
                 check(request, target, self._contexts.limits.max_embed_inputs)
+            check_answer(request, target, self._contexts.limits.max_embed_numbers)
         return target
 
     async def _tokenize(

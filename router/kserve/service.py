@@ -22,6 +22,7 @@ from engine_protocol.roles import completing
 from router.kserve.embeddings import embed_request, embed_response
 from router.kserve.tensors import (
     EMBEDDING,
+    FINAL,
     OUTPUTS,
     VERSION,
     add_usage,
@@ -219,6 +220,7 @@ class _StreamedAnswer:
     async def fail(self, error: BatonError) -> None:
         """Ends the request."""
         made = pb.ModelInferResponse(id=self.request.id, model_name=self.request.model_name)
+        made.parameters[FINAL].bool_param = True
         text = f"[{error.reason}] {error.message}"
         async with self._writing:
             await self._context.write(pb.ModelStreamInferResponse(error_message=text, infer_response=made))

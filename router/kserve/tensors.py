@@ -29,6 +29,7 @@ OUTPUTS = ("text_output", "finish_reason")
 EMBEDDING = "embedding"
 VERSION = "1"
 FINAL = "triton_final_response"
+_IDS = 2**32  # as many as the field of an id can hold
 # Fields of GenerateRequest by the name of a parameter.
 PARAMETERS: Mapping[str, tuple[str, str]] = {
     **{name: ("sampling", one.name) for one in OPTIONS.values() for name in (one.name, *one.row.kserve)},
@@ -235,13 +236,17 @@ def _set(message: Any, field: str, value: Any) -> None:
     if field in _TEXT_LISTS:
         getattr(message, field).extend(_texts(value))
     elif field == "stop_token_ids":
-        message.stop_token_ids.extend(_list(value, int, "whole numbers"))
+        ids = _list(value, int, "whole numbers")
+        if not all(0 <= one < _IDS for one in ids):
+            raise ValueError("must be a JSON list of token ids")
+        message.stop_token_ids.extend(ids)
     elif field == "logit_bias":
         biases = _parsed(value)
         if not isinstance(biases, dict):
             raise TypeError("must be a JSON object of biases by token id")
         for token_id, bias in biases.items():
-            if not (token_id.isascii() and token_id.isdecimal()) or type(bias) not in (int, float):
+            is_id = token_id.isascii() and token_id.isdecimal() and len(token_id) <= 10 and int(token_id) < _IDS
+            if not is_id or type(bias) not in (int, float):
                 raise TypeError("must be a JSON object of biases by token id")
             message.logit_bias[int(token_id)] = bias
     else:

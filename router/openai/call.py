@@ -153,8 +153,10 @@ class HttpCall:
         async def watch() -> None:
             while (await self._receive())["type"] != "http.disconnect":
                 pass
-            self._has_left = True
-            task.cancel()
+            # The server says the same after the last piece of a response, though the client is there.
+            if not self._has_ended:
+                self._has_left = True
+                task.cancel()
 
         watching = asyncio.create_task(watch())
         try:

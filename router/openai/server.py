@@ -2,6 +2,7 @@
 
 import asyncio
 import re
+import select
 import socket
 from collections.abc import AsyncGenerator, Generator
 from contextlib import asynccontextmanager, contextmanager, suppress
@@ -38,6 +39,11 @@ _MAX_HEAD_BYTES = 64 * 1024
 # of each takes as long as that of thousands of bytes.
 _MOST_PIPELINED = 16
 _MOST_CHUNKS = 2048
+# What a client takes at least from when its transport has enough until it can take more.
+_RESUMED_BYTES = 48 * 1024
+# Tells a client that has closed the connection from one that waits for its answer, which skips it (RFC 9110, 15.2).
+_STILL_THERE = b"HTTP/1.1 100 Continue\r\n\r\n"
+_RESET_SECONDS = 0.2
 # Without the characters that end it in a URL.
 _HOST = re.compile(rb"[!$-.0-;=A-\[\]-~]*")
 
@@ -72,6 +78,9 @@ class _BoundedHttp(HttpToolsProtocol):
     # What the client has not taken, and since when it is as much; in the loop's time.
     _unread = 0
     _unread_since = 0.0
+    _resumed = 0
+    # Its client has sent its last.
+    _is_half_closed = False
     _timer: asyncio.TimerHandle | None = None
     shared: SharedLimits
 
@@ -79,6 +88,7 @@ class _BoundedHttp(HttpToolsProtocol):
         super().connection_made(transport)  # type: ignore[arg-type]
         self._idle_since = self.loop.time()
         self.shared.connections.add(self)
+        self.shared.output.add(self)
         self._timer = self.loop.call_later(self._stall_seconds / 3, self._check)
         most = self.limit_concurrency or 0
         if len(self.connections) >= most * _CROWDED:
@@ -87,6 +97,7 @@ class _BoundedHttp(HttpToolsProtocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self.shared.connections.discard(self)
+        self.shared.output.discard(self)
         if self._timer is not None:
             self._timer.cancel()
         super().connection_lost(exc)
@@ -99,6 +110,40 @@ class _BoundedHttp(HttpToolsProtocol):
         super().data_received(data)
         if self._head_bytes > _MAX_HEAD_BYTES and not self.transport.is_closing():
             self.send_400_response("The request's headers are too large.")
+
+    def eof_received(self) -> bool:  # type: ignore[override]  # of which the transport takes True
+        """Answers a request that is complete, if its client only sends no more: True keeps the connection for that.
+
+        One that has closed it sends the same, and is told apart by what it does with more bytes: it resets the
+        connection. To HTTP/1.0 there is nothing to send before the answer, and such a client is taken to have gone, as
+        is one with TLS, which cannot close one direction alone.
+        """
+        is_secured = self.transport.get_extra_info("ssl_object") is not None
+        if not self._owes_answer or is_secured or not self._can_ask:
+            return False
+        self._is_half_closed = True
+        if not self.cycle.response_started:
+            self.transport.write(_STILL_THERE)
+        self.loop.call_later(_RESET_SECONDS, self._close_if_reset)
+        return True
+
+    @property
+    def _can_ask(self) -> bool:
+        return self.cycle.response_started or self.scope["http_version"] != "1.0"
+
+    @property
+    def _owes_answer(self) -> bool:
+        cycle = self.cycle
+        return cycle is not None and not cycle.response_complete and not cycle.more_body and not self.pipeline
+
+    def _close_if_reset(self) -> None:
+        """Nobody reads the connection any more, so that a reset is not heard of otherwise."""
+        if self.transport.is_closing():
+            return
+        poller = select.poll()
+        poller.register(self.transport.get_extra_info("socket").fileno(), 0)
+        if poller.poll(0):
+            self.transport.abort()
 
     def on_headers_complete(self) -> None:
         self._head_bytes = 0
@@ -126,6 +171,8 @@ class _BoundedHttp(HttpToolsProtocol):
     def on_response_complete(self) -> None:
         self._idle_since = self.loop.time()
         super().on_response_complete()
+        if self._is_half_closed:
+            self.transport.close()
 
     def idle_since(self) -> float | None:
         """Since when no call has run on it, in the loop's time; None if one does."""
@@ -148,6 +195,8 @@ class _BoundedHttp(HttpToolsProtocol):
         self._timer = self.loop.call_later(self._stall_seconds / 3, self._check)
         idle, now = self.idle_since(), self.loop.time()
         self._end_slow_reader(now)
+        if self._is_half_closed:
+            self._close_if_reset()
         if idle is None:
             return
         if self._receiving_since is not None:
@@ -156,6 +205,25 @@ class _BoundedHttp(HttpToolsProtocol):
                 self.close_idle()
         elif self.cycle is None and now - idle > _IDLE_SECONDS:
             self.close_idle()
+
+    def resume_writing(self) -> None:
+        self._resumed += 1
+        super().resume_writing()
+
+    @property
+    def unread_bytes(self) -> int:
+        """Of the answer, what its client has not taken."""
+        return self.transport.get_write_buffer_size()
+
+    @property
+    def read_bytes(self) -> int:
+        """Taken by its client, about."""
+        return self._resumed * _RESUMED_BYTES - self.unread_bytes
+
+    def end_unread(self) -> None:
+        """Ends the connection: what its client would be told would wait, too."""
+        EXCEEDED.labels("unread_output").inc()
+        self.transport.abort()
 
     def _end_slow_reader(self, now: float) -> None:
         """Closes it if nothing is read. Writers wait while much is unread, so that only reads change it."""

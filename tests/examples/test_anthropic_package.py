@@ -3,7 +3,7 @@
 import os
 
 import pytest
-from support.clients.examples import TEST_SECONDS, Ended, Program
+from support.clients.examples import WITHIN_SECONDS, Ended, Program
 from support.clients.openai_api import OPENAI_ROUTER, openai_bench
 from support.cluster.demo import demo_worker
 from support.cluster.in_process import Bench, simulated
@@ -12,8 +12,7 @@ from support.engines.written_engine import REASONING_TEMPLATE, writes, written_e
 
 from router.config import QuotaConfig, QuotasConfig
 
-# The first test installs the package.
-pytestmark = pytest.mark.timeout(TEST_SECONDS)
+pytestmark = WITHIN_SECONDS
 
 PICTURE = DEMO / "examples" / "circle-and-square.png"
 PROGRAM = Program("anthropic", ("node", "main.js"), ("node", "npm"))

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from support.clients.browser import chromium
 from support.clients.devtools import Page, open_page
-from support.clients.examples import EXAMPLES, TEST_SECONDS, Program
+from support.clients.examples import EXAMPLES, WITHIN_SECONDS, Program
 from support.cluster.demo import demo_worker
 from support.cluster.in_process import PATIENT, Bench, bench, simulated
 from support.engines.checkpoints import DEMO
@@ -19,7 +19,7 @@ from support.servers.envoy import Envoy, running_envoy
 from support.servers.etcd import free_port
 
 # The first test builds the page, on two cores that others use too.
-pytestmark = pytest.mark.timeout(TEST_SECONDS)
+pytestmark = WITHIN_SECONDS
 
 ANSWER = "[...document.querySelectorAll('.turn.assistant')].at(-1)"
 TEXT = f"{ANSWER}?.querySelector('.text').textContent"

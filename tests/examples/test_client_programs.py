@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 
 import pytest
-from support.clients.examples import LIBRARIES, PROGRAMS, TEST_SECONDS, Program
+from support.clients.examples import LIBRARIES, PROGRAMS, WITHIN_SECONDS, Program
 from support.cluster.demo import demo_worker
 from support.cluster.in_process import PATIENT, Bench, bench, simulated
 from support.eventually import eventually
@@ -17,7 +17,7 @@ from baton.inference.v1 import generate_pb2
 from router.config import AdmissionConfig
 from router.server import host_router
 
-pytestmark = pytest.mark.timeout(TEST_SECONDS)
+pytestmark = WITHIN_SECONDS
 
 SELECTED = [each for each in os.environ.get("BATON_CLIENTS", "").split() or PROGRAMS if each != LIBRARIES]
 CANCELLED, INVALID_ARGUMENT, DEADLINE_EXCEEDED = 1, 3, 4

@@ -6,13 +6,13 @@
 import os
 
 import pytest
-from support.clients.examples import LIBRARIES, TEST_SECONDS, Ended, Program
+from support.clients.examples import LIBRARIES, WITHIN_SECONDS, Ended, Program
 from support.clients.openai_api import openai_bench, tools_worker, url_of
 from support.engines.checkpoints import DEMO
 from support.engines.written_engine import HERMES_TEMPLATE
 
 pytestmark = [
-    pytest.mark.timeout(TEST_SECONDS),
+    WITHIN_SECONDS,
     pytest.mark.skipif(
         LIBRARIES not in os.environ.get("BATON_CLIENTS", "").split(),
         reason=f"`make clients CLIENTS={LIBRARIES}` runs it",

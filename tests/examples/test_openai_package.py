@@ -4,7 +4,7 @@ import json
 import os
 
 import pytest
-from support.clients.examples import TEST_SECONDS, Ended, Program
+from support.clients.examples import WITHIN_SECONDS, Ended, Program
 from support.clients.openai_api import OPENAI_ROUTER, openai_bench, url_of
 from support.cluster.demo import demo_worker
 from support.cluster.in_process import Bench, simulated
@@ -15,8 +15,7 @@ from baton.calls import unary
 from baton.inference.v1 import embed_pb2
 from router.config import QuotaConfig, QuotasConfig
 
-# The first test installs the package.
-pytestmark = pytest.mark.timeout(TEST_SECONDS)
+pytestmark = WITHIN_SECONDS
 
 PICTURE = DEMO / "examples" / "circle-and-square.png"
 PROGRAM = Program("openai", ("node", "main.js"), ("node", "npm"))

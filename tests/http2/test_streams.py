@@ -1,9 +1,11 @@
 """RFC 9113: what a peer does wrong on one stream resets that stream, and the others go on."""
 
+import asyncio
 from typing import Any
 
 import pytest
 from hyperframe.frame import DataFrame, HeadersFrame, PriorityFrame, RstStreamFrame, SettingsFrame
+from support.eventually import eventually
 from support.http2.peer import Peer, head, message, opened, peer_of
 from support.http2.server import echoing
 
@@ -299,3 +301,17 @@ async def test_settings_are_acknowledged_before_what_they_allow_is_sent() -> Non
         kinds = [type(each) for each in peer.frames if isinstance(each, (SettingsFrame, DataFrame))]
         # Its own, the acknowledgement of the first, some data, the acknowledgement of the second, and the rest.
         assert kinds == [SettingsFrame, SettingsFrame, DataFrame, SettingsFrame, DataFrame]
+
+
+async def test_what_is_written_to_a_client_that_has_gone_is_dropped_without_an_error() -> None:
+    failures: list[object] = []
+    asyncio.get_running_loop().set_exception_handler(lambda _loop, context: failures.append(context))
+    async with echoing() as server:
+        for _ in range(10):
+            async with peer_of(server.port) as peer:
+                await peer.send(opened(0, 2**30), SettingsFrame(settings={4: 2**30}))
+                await peer.call(1, "endless", bytes(1000))
+                await peer.until(lambda peer=peer: len(peer.answer(1).data) > 100_000)
+                peer.close()  # with unread bytes: it resets the connection
+        await eventually(lambda: not server.server.connections.open)
+    assert not failures

@@ -27,6 +27,19 @@ def test_a_million_objects_that_live_are_not_all_looked_at_again() -> None:
         gc.set_threshold(*before)
 
 
+def test_requests_that_come_and_go_never_begin_a_full_collection() -> None:
+    before = gc.get_threshold()
+    gc.collect()
+    full = gc.get_stats()[2]["collections"]
+    collect_rarely()
+    try:
+        for _ in range(2_000):
+            assert len([[number] for number in range(6_000)]) == 6_000
+        assert gc.get_stats()[2]["collections"] == full
+    finally:
+        gc.set_threshold(*before)
+
+
 MEBIBYTE = 2**20
 
 

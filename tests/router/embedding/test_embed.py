@@ -19,6 +19,7 @@ from baton.engine.v1 import embed_pb2_grpc
 from baton.errors import BatonError
 from baton.inference.v1 import embed_pb2, generate_pb2, model_pb2, timing_pb2
 from router.config import AdmissionConfig, LimitsConfig, QuotaConfig, QuotasConfig
+from router.embedding.pipeline import VectorRoom
 
 E1, E2 = simulated("e1", "embed"), simulated("e2", "embed")
 
@@ -85,6 +86,37 @@ async def test_more_inputs_than_allowed_are_refused() -> None:
         with pytest.raises(BatonError) as caught:
             await embed(running, "a", "b", "c")
     assert violations(caught.value) == ["inputs"]
+
+
+async def test_more_vectors_than_an_answer_may_have_are_refused_before_any_is_made() -> None:
+    router = FAST_ROUTER.model_copy(update={"limits": LimitsConfig(max_embed_numbers=200)})
+    async with bench(E1, router=router) as running:
+        with pytest.raises(BatonError, match="at most 3: send fewer") as caught:
+            await embed(running, *"abcd")
+        fewer = await embed(running, *"abcd", dimensions=50)
+    assert violations(caught.value) == ["inputs"]
+    assert len(fewer.embeddings) == 4
+
+
+async def test_requests_wait_while_others_have_the_room_for_vectors() -> None:
+    room = VectorRoom(10)
+    order: list[str] = []
+
+    async def make(name: str, numbers: int, may_end: asyncio.Event) -> None:
+        async with room.hold(numbers):
+            order.append(name)
+            await may_end.wait()
+
+    ends = [asyncio.Event() for _ in range(4)]
+    sizes = zip("abcd", (6, 6, 6, 4), ends, strict=True)
+    tasks = [asyncio.create_task(make(*each)) for each in sizes]
+    await eventually(lambda: order == ["a"])
+    tasks[1].cancel()  # the first that waits
+    ends[0].set()
+    await eventually(lambda: order == ["a", "c", "d"])
+    for each in ends:
+        each.set()
+    await asyncio.gather(*tasks, return_exceptions=True)
 
 
 async def test_many_inputs_are_divided_among_the_workers() -> None:

@@ -1,9 +1,10 @@
 """Traces and metrics of requests by HTTP: those of any request, below the caller's span."""
 
+import httpx2
 import pytest
 from support.clients.openai_api import client_of
 from support.clients.scraping import since
-from support.cluster.in_process import DECODE, PREFILL
+from support.cluster.in_process import DECODE, PREFILL, Bench
 from support.cluster.traced import Traced, traced
 from support.eventually import eventually
 
@@ -36,3 +37,23 @@ async def test_a_request_is_in_the_trace_that_its_header_names_and_counted() -> 
     assert (served.parent_id, served.attributes["http.response.status_code"]) == (SPAN_ID, 200)
     assert [span.name for span in trace.below(served)] == ["baton.generate"]
     assert counted.grown == 1
+
+
+STREAMED = {
+    "/v1/completions": {"prompt": "x", "max_tokens": 4, "stream": True},
+    "/v1/chat/completions": {"messages": [{"role": "user", "content": "x"}], "max_tokens": 4, "stream": True},
+    "/v1/responses": {"input": "x", "max_output_tokens": 4, "stream": True},
+    "/v1/messages": {"messages": [{"role": "user", "content": "x"}], "max_tokens": 4, "stream": True},
+}
+
+
+@pytest.mark.parametrize("path", STREAMED)
+async def test_a_stream_that_was_read_to_its_end_is_not_counted_as_cancelled(served: Bench, path: str) -> None:
+    labels = {"model": "demo", "request_class": "short"}
+    answered = since("baton_router_requests_total", **labels, outcome="ok", reason="LENGTH")
+    cancelled = since("baton_router_requests_total", **labels, outcome="cancelled", reason="CANCELLED")
+    async with httpx2.AsyncClient(trust_env=False, base_url=f"http://{served.openai_address}") as http:
+        for _ in range(5):
+            assert (await http.post(path, json={"model": "demo", **STREAMED[path]})).status_code == 200
+    await eventually(lambda: answered.grown + cancelled.grown == 5)
+    assert cancelled.grown == 0

@@ -140,6 +140,24 @@ async def test_http_connections_that_are_not_read_are_ended(running: Bench, path
             each.close()
 
 
+async def test_http_connections_end_sooner_when_all_unread_answers_use_too_much_memory() -> None:
+    ended = since("baton_http2_budget_exceeded_total", budget="unread_output")
+    connections = ClientConnections(unread_output_bytes=32 * 2**20)
+    router = ROUTER.model_copy(update={"connections": connections})
+    body = json.dumps({"model": "demo", **BODIES["embeddings"]}).encode()
+    head = f"POST /v1/embeddings HTTP/1.1\r\nhost: x\r\ncontent-length: {len(body)}\r\n\r\n".encode()
+    async with openai_bench(simulated("e1", "embed", embed_dimensions=4096), router=router) as running:
+        clients = [stalled_socket(running.openai_address) for _ in range(3)]
+        try:
+            for each in clients:
+                each.sendall(head + body)
+            await eventually(lambda: ended.grown >= 2)
+            await eventually(lambda: is_idle(running))
+        finally:
+            for each in clients:
+                each.close()
+
+
 async def test_an_answer_that_stands_still_for_its_client_stays_on_its_worker() -> None:
     faults = since("baton_router_worker_faults_total", stage="decode")
     config = PATIENT.model_copy(

@@ -137,6 +137,10 @@ class Peer:
         await self.until(lambda: self.is_closed)
         return self.goaway.error_code if self.goaway else None
 
+    def close(self) -> None:
+        """Closes the connection once what was sent has gone out."""
+        self._writer.close()
+
     async def ping(self) -> None:
         """Until what was sent so far has been read."""
         opaque = b"%08d" % len(self.frames)

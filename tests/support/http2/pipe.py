@@ -25,6 +25,9 @@ class Pipe(asyncio.Transport):
 
     abort = close
 
+    def is_closing(self) -> bool:
+        return self.is_closed
+
     def get_write_buffer_size(self) -> int:
         return 0
 
