@@ -27,6 +27,7 @@ from services.engines.base import EngineLoad
 from services.engines.journal.journal import Journal
 from services.engines.journal.slots import Slot
 from services.resume.graces import Graces
+from services.resume.logprobs import KeptLogprobs
 from services.resume.reader import StreamReader
 from services.resume.stream import KeptRequest, KeptStream
 from services.resume.takeover import LeftStream, open_slot
@@ -38,6 +39,8 @@ Own = Callable[[KeptStream], Awaitable[None]]
 _ROOM_SECONDS, _LOOK_SECONDS = 1.0, 0.25
 # As many as AttachRequest, and the journal, can count: after them only those come that count none.
 _MOST_ATTEMPTS = 2**32 - 1
+# What ended ones take is counted in units: small numbers are no objects of their own.
+_UNIT_BYTES = 256
 _NO_DIGEST = bytes(sha256().digest_size)
 
 
@@ -91,8 +94,8 @@ class KeptStreams:
         self._graces: Graces[_Entry] = Graces(self._end_grace, self._context)
         self._entries: dict[str, _Entry] = {}
         self._parked: dict[_Entry, None] = {}  # those that generate, the longest parked first
-        self._finished: dict[_Entry, int] = {}  # the bytes of those that have ended, in that order
-        self._finished_bytes = 0
+        self._finished: dict[_Entry, int] = {}  # the units of those that have ended, in that order
+        self._finished_units = 0
         # Told with each load of the worker: kept up to date, so that telling it takes nothing.
         self.usage = NOTHING_KEPT
         self._look: asyncio.TimerHandle | None = None
@@ -188,7 +191,7 @@ class KeptStreams:
     def authorized(self, request: decode_pb2.AttachRequest) -> KeptStream:
         """The stream that a router asks for. Raises StreamLost, also if the secret or the owner is another."""
         entry = self._entries.get(request.request_id)
-        keep = entry.stream.kept.read_keep() if entry else None
+        keep = entry.stream.kept.read().keep if entry else None
         knows = hmac.compare_digest(sha256(request.secret).digest(), keep.secret_sha256 if keep else _NO_DIGEST)
         owns = hmac.compare_digest(request.owner_sha256, keep.owner_sha256 if keep else _NO_DIGEST)
         if entry is None or not (knows and owns):
@@ -235,7 +238,10 @@ class KeptStreams:
                 stream = entry.stream
                 stream.drain()
                 yield decode_pb2.FoundStream(
-                    request_id=request_id, hop=stream.kept.hop, tokens=len(stream.ids), has_yielded=stream.has_yielded
+                    request_id=request_id,
+                    hop=stream.kept.read().keep.hop,
+                    tokens=len(stream.ids),
+                    has_yielded=stream.has_yielded,
                 )
 
     # Its owners.
@@ -263,10 +269,11 @@ class KeptStreams:
         entry.cancel_deadline()
         if self._entries.get(entry.stream.kept.request_id) is not entry:
             return
-        self._finished[entry] = size = entry.stream.size + len(entry.stream.kept.prompt)
-        self._finished_bytes += size
+        units = -(-(entry.stream.size + len(entry.stream.kept.prompt)) // _UNIT_BYTES)
+        self._finished[entry] = units
+        self._finished_units += units
         self._note_usage()
-        while self._finished_bytes > self._config.max_finished_bytes:
+        while self._finished_units * _UNIT_BYTES > self._config.max_finished_bytes:
             self._drop(next(iter(self._finished)))
             metrics.KEPT_DROPPED.labels("bytes").inc()
 
@@ -308,8 +315,8 @@ class KeptStreams:
         entry.cancel_deadline()
         entry.stop(entry.stopped_by)
         self._parked.pop(entry, None)
-        if (size := self._finished.pop(entry, None)) is not None:
-            self._finished_bytes -= size
+        if (units := self._finished.pop(entry, None)) is not None:
+            self._finished_units -= units
             self._free_slot(entry)
         if not entry.stream.is_told:
             _free_yielded(entry.stream)  # the router that has been told of it frees it, or has it read
@@ -350,25 +357,25 @@ def attached(stream: KeptStream, request: decode_pb2.AttachRequest) -> decode_pb
     Raises PositionInvalid if the client has more than there is, or if what it lacks is gone.
     """
     stream.drain()
-    kept, loop = stream.kept, asyncio.get_running_loop()
+    asked, loop = stream.kept.read(), asyncio.get_running_loop()
     if request.from_tokens > len(stream.ids):
         text = f"the client has {request.from_tokens} tokens; {len(stream.ids)} have been generated"
         raise PositionInvalid([FieldViolation("from_tokens", text)])
     message = decode_pb2.DecodeAttached(
-        record=kept.read_keep().record,
+        record=asked.keep.record,
         attachment=stream.attachment,
-        hop=kept.hop,
+        hop=asked.keep.hop,
         token_ids=stream.ids.tolist(),
         read_tokens=stream.read_tokens,
         is_over=stream.is_over,
     )
     if not request.peek:
-        message.prompt.MergeFromString(kept.prompt)
-        message.sampling.MergeFromString(kept.sampling)
+        message.prompt.MergeFromString(stream.kept.prompt)
+        message.sampling.CopyFrom(asked.sampling)
     if stream.deadline_at is not None and not stream.is_over:
         message.remaining.FromNanoseconds(int(max(0.0, stream.deadline_at - loop.time()) * 1e9))
-    if kept.has_logprobs and not request.peek:
-        _add_logprobs(stream, request.from_tokens, message)
+    if stream.logprobs is not None and not request.peek:
+        _add_logprobs(stream.logprobs, request.from_tokens, message)
     return decode_pb2.DecodeResponse(attached=message)
 
 
@@ -391,11 +398,11 @@ def _require_last(stream: KeptStream, attachment: int) -> None:
         raise StreamAdopted("another router has taken the answer over")
 
 
-def _add_logprobs(stream: KeptStream, start: int, message: decode_pb2.DecodeAttached) -> None:
-    if stream.kept.has_prompt_logprobs and not start:
+def _add_logprobs(logprobs: KeptLogprobs, start: int, message: decode_pb2.DecodeAttached) -> None:
+    if logprobs.of_prompt and not start:
         raise PositionInvalid([FieldViolation("from_tokens", "the log probabilities of the prompt are gone")])
-    if stream.kept.has_token_logprobs:
-        found = stream.logprobs_from(start)
+    if logprobs.of_tokens:
+        found = logprobs.last(len(message.token_ids) - start)
         if found is None:
             raise PositionInvalid([FieldViolation("from_tokens", "the log probabilities of later tokens are gone")])
         message.logprobs.extend(found)
