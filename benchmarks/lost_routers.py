@@ -7,8 +7,9 @@ Starts a cluster of processes. Every stream is compared with an undisturbed one:
 tokens, calls and ends. Pauses are those from the loss of a router to the next token: of each stream that was resumed,
 the longest. The client is Baton's own, or one of server-sent events that sends `Last-Event-ID`; of several ways of
 losing a router each is taken in turn. A killed router starts a second later, forked from a process that has imported
-it: an import takes a core for a second or two. With `--add-to`, the figures are added to those in a file, whose sum is
-printed, so that a long run can be made in pieces.
+it: an import takes a core for a second or two. Routers call workers directly: proxies would run in the clients'
+process. With `--add-to`, the figures are added to those in a file, whose sum is printed, so that a long run can be made
+in pieces.
 """
 
 import argparse
@@ -25,6 +26,8 @@ from support.cluster.fleet import FleetPlan, Node, fleet
 from support.faults.kept_requests import BODIES, any_requests, embedded_requests, embedded_worker
 from support.faults.lost_routers import EventSources, Report, Streams
 from support.servers.etcd import EtcdServer
+
+from runtime.garbage import collect_rarely, exempt_living_objects
 
 _SIMULATED = "engine={kind: simulated, name: demo, num_blocks: 65536, block_bytes: 1024, decode_step_seconds: 0.05}"
 _ROUTER = ("probe={interval_seconds: 0.5, timeout_seconds: 3, hung_seconds: 6}", "drain_seconds=1")
@@ -63,6 +66,7 @@ async def _run(plan: _Plan, etcd: str, folder: Path) -> Report:
         prefill=1,
         decode=2,
         routers=2,
+        proxied=False,
         openai=plan.client == "events",
     )
     async with fleet(fleet_plan, folder) as running:
@@ -70,6 +74,9 @@ async def _run(plan: _Plan, etcd: str, folder: Path) -> Report:
         for router in routers:
             router.is_forked = True
         streams = _streams(plan, routers)
+        # As routers do: a full collection of this process is no pause of a stream.
+        exempt_living_objects()
+        collect_rarely()
         await streams.learn()
         await streams.run(plan.streams, partial(_lose_all, plan, routers, streams))
         while used := await running.blocks_used():

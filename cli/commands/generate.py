@@ -39,6 +39,8 @@ async def run(arguments: argparse.Namespace) -> int:
         raise
     if arguments.timing:
         errors().print(timings_table(finished.timings, finished.usage))
+        if finished.resumptions:
+            errors().print(f"resumed, {finished.resumptions} in all: the timings are those of the last router")
     return 0
 
 

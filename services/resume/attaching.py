@@ -4,6 +4,7 @@ import asyncio
 
 from baton.engine.v1 import decode_pb2
 from baton.errors import FieldViolation, PositionInvalid, StaleAttempt, StreamAdopted
+from services.resume.logprobs import KeptLogprobs
 from services.resume.stream import KeptStream
 
 # As many as AttachRequest, and the journal, can count: after them only those come that count none.
@@ -16,25 +17,25 @@ def attached(stream: KeptStream, request: decode_pb2.AttachRequest) -> decode_pb
     Raises PositionInvalid if the client has more than there is, or if what it lacks is gone.
     """
     stream.drain()
-    kept, loop = stream.kept, asyncio.get_running_loop()
+    asked, loop = stream.kept.read(), asyncio.get_running_loop()
     if request.from_tokens > len(stream.ids):
         text = f"the client has {request.from_tokens} tokens; {len(stream.ids)} have been generated"
         raise PositionInvalid([FieldViolation("from_tokens", text)])
     message = decode_pb2.DecodeAttached(
-        record=kept.read_keep().record,
+        record=asked.keep.record,
         attachment=stream.attachment,
-        hop=kept.hop,
+        hop=asked.keep.hop,
         token_ids=stream.ids.tolist(),
         read_tokens=stream.read_tokens,
         is_over=stream.is_over,
     )
     if not request.peek:
-        message.prompt.MergeFromString(kept.prompt)
-        message.sampling.MergeFromString(kept.sampling)
+        message.prompt.MergeFromString(stream.kept.prompt)
+        message.sampling.CopyFrom(asked.sampling)
     if stream.deadline_at is not None and not stream.is_over:
         message.remaining.FromNanoseconds(int(max(0.0, stream.deadline_at - loop.time()) * 1e9))
-    if kept.has_logprobs and not request.peek:
-        _add_logprobs(stream, request.from_tokens, message)
+    if stream.logprobs is not None and not request.peek:
+        _add_logprobs(stream.logprobs, request.from_tokens, message)
     return decode_pb2.DecodeResponse(attached=message)
 
 
@@ -58,11 +59,11 @@ def require_last(stream: KeptStream, attachment: int) -> None:
         raise StreamAdopted("another router has taken the answer over")
 
 
-def _add_logprobs(stream: KeptStream, start: int, message: decode_pb2.DecodeAttached) -> None:
-    if stream.kept.has_prompt_logprobs and not start:
+def _add_logprobs(logprobs: KeptLogprobs, start: int, message: decode_pb2.DecodeAttached) -> None:
+    if logprobs.of_prompt and not start:
         raise PositionInvalid([FieldViolation("from_tokens", "the log probabilities of the prompt are gone")])
-    if stream.kept.has_token_logprobs:
-        found = stream.logprobs_from(start)
+    if logprobs.of_tokens:
+        found = logprobs.last(len(message.token_ids) - start)
         if found is None:
             raise PositionInvalid([FieldViolation("from_tokens", "the log probabilities of later tokens are gone")])
         message.logprobs.extend(found)

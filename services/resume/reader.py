@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from baton.engine.v1 import decode_pb2
 from baton.errors import BatonError, EngineFailed, Unavailable
 from engine_protocol.lane import TokenReply
+from services.resume.logprobs import KeptLogprobs
 from services.resume.stream import KeptStream
 
 
@@ -42,8 +43,8 @@ class StreamReader:
         await self._changed(lambda: self._stream.accepted is not None or self._stream.has_ended)
         if self._stream.accepted is not None:
             await reply.write(decode_pb2.DecodeResponse.FromString(self._stream.accepted))
-        if self._stream.kept.has_logprobs:
-            await self._write_logprobs(reply)
+        if self._stream.logprobs is not None:
+            await self._write_logprobs(reply, self._stream.logprobs)
         else:
             await reply.write_from(self, _tokens_response)
         await self._changed(lambda: self._stream.has_ended)
@@ -52,25 +53,25 @@ class StreamReader:
         await reply.write(decode_pb2.DecodeResponse.FromString(self._stream.finished))
         self._stream.is_told = True
 
-    async def _write_logprobs(self, reply: TokenReply) -> None:
+    async def _write_logprobs(self, reply: TokenReply, logprobs: KeptLogprobs) -> None:
         is_last = False
         while not is_last:
             await self._changed(lambda: len(self._stream.ids) > self._at or self._stream.is_over)
-            response = self._next_tokens()
+            response = self._next_tokens(logprobs)
             is_last = self._stream.is_over
             if response.tokens.token_ids:
                 await reply.write(response)
-                self._stream.forget_logprobs(self._at)
+                logprobs.forget_before(len(self._stream.ids) - self._at)
 
-    def _next_tokens(self) -> decode_pb2.DecodeResponse:
+    def _next_tokens(self, logprobs: KeptLogprobs) -> decode_pb2.DecodeResponse:
         stream, at = self._stream, self._at
         self._at = stream.read_tokens = len(stream.ids)
         tokens = decode_pb2.DecodedTokens(token_ids=stream.ids[at:].tolist())
-        if stream.kept.has_token_logprobs:
-            tokens.logprobs.extend(stream.logprobs_from(at) or ())
-        if stream.prompt_logprobs is not None:
-            tokens.prompt_logprobs.CopyFrom(stream.prompt_logprobs)
-            stream.prompt_logprobs = None
+        if logprobs.of_tokens:
+            tokens.logprobs.extend(logprobs.last(self._at - at) or ())
+        if logprobs.prompt is not None:
+            tokens.prompt_logprobs.CopyFrom(logprobs.prompt)
+            logprobs.prompt = None
         return decode_pb2.DecodeResponse(tokens=tokens)
 
     async def _changed(self, has_come: Callable[[], bool]) -> None:

@@ -5,73 +5,53 @@ Its generation is owned by a task of `KeptStreams`, not by a call: a call that e
 
 import asyncio
 from array import array
-from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 from baton.engine.v1 import decode_pb2, prompt_pb2
 from baton.errors import StreamAdopted
-from baton.inference.v1 import generate_pb2, sampling_pb2
 from engine_protocol.lane import TokenSource
 from services.engines.answer import Tokens
 from services.engines.journal.slots import Slot
-from services.requests.prompts import logprob_message, prompt_logprobs_message
+from services.resume.logprobs import KeptLogprobs
 
-_NO_LOGPROBS: deque[bytes] = deque()  # of all streams without them: never changed
-# Of a stream, beside its record, its responses and its ids: what its own objects take.
-_OBJECT_BYTES = 864
+# Of a stream, beside its request, its responses and its ids: what its own objects take.
+_OBJECT_BYTES = 736
 
 
 @dataclass(frozen=True, slots=True)
 class KeptRequest:
     """The request of a kept decode, for the router that takes it over. The prompt has no embeddings.
 
-    Messages are kept as their bytes: a part of a message keeps the memory of all of it. `keep` is a StreamKeep.
+    Messages are kept as their bytes: a part of a message keeps the memory of all of it. `rest` is a DecodeRequest of
+    its `sampling` and its `keep`.
     """
 
     request_id: str
     prompt: bytes
-    sampling: bytes
-    has_token_logprobs: bool
-    has_prompt_logprobs: bool
-    keep: bytes
-    hop: int
+    rest: bytes
 
     @classmethod
     def of(cls, request: decode_pb2.DecodeRequest, most_seconds: float) -> "KeptRequest":
         """Of a request that has `keep`."""
-        prompt, keep = request.prompt, decode_pb2.StreamKeep()
-        keep.CopyFrom(request.keep)
-        keep.grace.FromNanoseconds(min(int(most_seconds * 1e9), keep.grace.ToNanoseconds()))
+        prompt, rest = request.prompt, decode_pb2.DecodeRequest(sampling=request.sampling, keep=request.keep)
+        rest.keep.grace.FromNanoseconds(min(int(most_seconds * 1e9), rest.keep.grace.ToNanoseconds()))
         if prompt.media:
             prompt = prompt_pb2.Prompt()
             prompt.CopyFrom(request.prompt)
             for span in prompt.media:
                 span.ClearField("embedding")
-        return cls(
-            request_id=request.request_id,
-            prompt=prompt.SerializeToString(),
-            sampling=request.sampling.SerializeToString(),
-            has_token_logprobs=request.sampling.HasField("logprobs"),
-            has_prompt_logprobs=request.sampling.HasField("prompt_logprobs"),
-            keep=keep.SerializeToString(),
-            hop=keep.hop,
-        )
+        return cls(request.request_id, prompt.SerializeToString(), rest.SerializeToString())
 
-    def read_keep(self) -> decode_pb2.StreamKeep:
-        """Its record, its secret's and its owner's digests, and its grace."""
-        return decode_pb2.StreamKeep.FromString(self.keep)
+    def read(self) -> decode_pb2.DecodeRequest:
+        """Its sampling, and of its `keep` the record, the secret's and the owner's digests, the grace and the hop."""
+        return decode_pb2.DecodeRequest.FromString(self.rest)
 
     @property
     def grace_seconds(self) -> float:
         """The time that it goes on without a reader."""
-        return self.read_keep().grace.ToNanoseconds() / 1e9
-
-    @property
-    def has_logprobs(self) -> bool:
-        """True if a token is more than its id."""
-        return self.has_token_logprobs or self.has_prompt_logprobs
+        return self.read().keep.grace.ToNanoseconds() / 1e9
 
 
 class StreamListener(Protocol):
@@ -88,9 +68,6 @@ class KeptStream:
 
     __slots__ = (
         "_changed",
-        "_logprobs",
-        "_logprobs_size",
-        "_most_logprobs_size",
         "_source_ended",
         "accepted",
         "attachment",
@@ -105,7 +82,7 @@ class KeptStream:
         "is_over",
         "is_told",
         "kept",
-        "prompt_logprobs",
+        "logprobs",
         "read_tokens",
         "reader",
         "slot",
@@ -127,10 +104,8 @@ class KeptStream:
         self.has_ended = self.is_over = False
         self.deadline_at: float | None = None  # of the event loop's clock
         self.slot: Slot | None = None  # in the journal, if it outlives this process
-        self.prompt_logprobs: generate_pb2.PromptLogprobs | None = None
-        # Of the last ids, serialized. An empty deque of its own would take as much as all else here.
-        self._logprobs: deque[bytes] = deque() if kept.has_logprobs else _NO_LOGPROBS
-        self._logprobs_size, self._most_logprobs_size = 0, logprob_bytes
+        # Of tokens that are more than their ids. An empty one of its own would take as much as all else here.
+        self.logprobs = KeptLogprobs.of(kept.read().sampling, logprob_bytes)
         self.source: TokenSource | None = None  # until its end
         self._source_ended: asyncio.Future[None] | None = None
         self.reader: StreamListener | None = None
@@ -139,10 +114,9 @@ class KeptStream:
     @property
     def size(self) -> int:
         """The bytes that it takes, without its prompt."""
-        told = len(self.kept.keep) + len(self.accepted or b"") + len(self.finished or b"")
-        if self.prompt_logprobs is not None:
-            told += self.prompt_logprobs.ByteSize()
-        return _OBJECT_BYTES + told + self.ids.itemsize * len(self.ids) + self._logprobs_size
+        told = len(self.kept.rest) + len(self.accepted or b"") + len(self.finished or b"")
+        told += self.logprobs.size if self.logprobs is not None else 0
+        return _OBJECT_BYTES + told + self.ids.itemsize * len(self.ids)
 
     @property
     def is_parked(self) -> bool:
@@ -165,10 +139,8 @@ class KeptStream:
     def add(self, tokens: Tokens) -> None:
         """Takes tokens that are more than their ids."""
         self.ids.extend(tokens.ids)
-        if tokens.prompt_logprobs is not None:
-            self.prompt_logprobs = prompt_logprobs_message(tokens.prompt_logprobs)
-        for each in tokens.logprobs:
-            self._add_logprob(logprob_message(each).SerializeToString())
+        if self.logprobs is not None:
+            self.logprobs.add(tokens, is_read=not self.is_parked)
         self.notify()
 
     def accept(self, accepted: decode_pb2.DecodeResponse) -> None:
@@ -246,27 +218,6 @@ class KeptStream:
             self._source_ended.set_result(None)
         else:
             self._source_ended.set_exception(error)
-
-    def logprobs_from(self, start: int) -> list[sampling_pb2.TokenLogprob] | None:
-        """Those of the ids from `start` on; None if they are not here any more."""
-        first = len(self.ids) - len(self._logprobs)
-        if start < first:
-            return None
-        return [sampling_pb2.TokenLogprob.FromString(self._logprobs[at - first]) for at in range(start, len(self.ids))]
-
-    def _add_logprob(self, message: bytes) -> None:
-        self._logprobs.append(message)
-        self._logprobs_size += len(message)
-        # While it is read, what the reader has not got stays: its own bound is that of a slow reader.
-        while self._logprobs_size > self._most_logprobs_size and self.is_parked and len(self._logprobs) > 1:
-            self._logprobs_size -= len(self._logprobs.popleft())
-
-    def forget_logprobs(self, before: int) -> None:
-        """Drops what is over the bound of those that the reader has got."""
-        first = len(self.ids) - len(self._logprobs)
-        while self._logprobs_size > self._most_logprobs_size and first < before:
-            self._logprobs_size -= len(self._logprobs.popleft())
-            first += 1
 
     def _wake(self) -> None:
         if self._changed is not None:

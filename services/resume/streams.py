@@ -29,6 +29,8 @@ Own = Callable[[KeptStream], Awaitable[None]]
 
 # A parked decode ends once requests have found no room for so long, looked at so often.
 _ROOM_SECONDS, _LOOK_SECONDS = 1.0, 0.25
+# What ended ones take is counted in units: small numbers are no objects of their own.
+_UNIT_BYTES = 256
 _NO_DIGEST = bytes(sha256().digest_size)
 
 
@@ -82,8 +84,8 @@ class KeptStreams:
         self._graces: Graces[_Entry] = Graces(self._end_grace, self._context)
         self._entries: dict[str, _Entry] = {}
         self._parked: dict[_Entry, None] = {}  # those that generate, the longest parked first
-        self._finished: dict[_Entry, int] = {}  # the bytes of those that have ended, in that order
-        self._finished_bytes = 0
+        self._finished: dict[_Entry, int] = {}  # the units of those that have ended, in that order
+        self._finished_units = 0
         # Told with each load of the worker: kept up to date, so that telling it takes nothing.
         self.usage = NOTHING_KEPT
         self._look: asyncio.TimerHandle | None = None
@@ -179,7 +181,7 @@ class KeptStreams:
     def authorized(self, request: decode_pb2.AttachRequest) -> KeptStream:
         """The stream that a router asks for. Raises StreamLost, also if the secret or the owner is another."""
         entry = self._entries.get(request.request_id)
-        keep = entry.stream.kept.read_keep() if entry else None
+        keep = entry.stream.kept.read().keep if entry else None
         knows = hmac.compare_digest(sha256(request.secret).digest(), keep.secret_sha256 if keep else _NO_DIGEST)
         owns = hmac.compare_digest(request.owner_sha256, keep.owner_sha256 if keep else _NO_DIGEST)
         if entry is None or not (knows and owns):
@@ -226,7 +228,10 @@ class KeptStreams:
                 stream = entry.stream
                 stream.drain()
                 yield decode_pb2.FoundStream(
-                    request_id=request_id, hop=stream.kept.hop, tokens=len(stream.ids), has_yielded=stream.has_yielded
+                    request_id=request_id,
+                    hop=stream.kept.read().keep.hop,
+                    tokens=len(stream.ids),
+                    has_yielded=stream.has_yielded,
                 )
 
     # Its owners.
@@ -254,10 +259,11 @@ class KeptStreams:
         entry.cancel_deadline()
         if self._entries.get(entry.stream.kept.request_id) is not entry:
             return
-        self._finished[entry] = size = entry.stream.size + len(entry.stream.kept.prompt)
-        self._finished_bytes += size
+        units = -(-(entry.stream.size + len(entry.stream.kept.prompt)) // _UNIT_BYTES)
+        self._finished[entry] = units
+        self._finished_units += units
         self._note_usage()
-        while self._finished_bytes > self._config.max_finished_bytes:
+        while self._finished_units * _UNIT_BYTES > self._config.max_finished_bytes:
             self._drop(next(iter(self._finished)))
             metrics.KEPT_DROPPED.labels("bytes").inc()
 
@@ -299,8 +305,8 @@ class KeptStreams:
         entry.cancel_deadline()
         entry.stop(entry.stopped_by)
         self._parked.pop(entry, None)
-        if (size := self._finished.pop(entry, None)) is not None:
-            self._finished_bytes -= size
+        if (units := self._finished.pop(entry, None)) is not None:
+            self._finished_units -= units
             self._free_slot(entry)
         if not entry.stream.is_told:
             _free_yielded(entry.stream)  # the router that has been told of it frees it, or has it read

@@ -68,10 +68,9 @@ def open_slot(journal: Journal, stream: KeptStream, make_room: Callable[[], bool
 
     `make_room` frees a slot that another stream needs less, if there is one.
     """
-    kept = stream.kept
-    if kept.has_prompt_logprobs:
+    if stream.logprobs is not None and stream.logprobs.of_prompt:
         return None  # all of its prompt would have to be computed again
-    prompt = prompt_pb2.Prompt.FromString(kept.prompt)
+    prompt = prompt_pb2.Prompt.FromString(stream.kept.prompt)
     ids = [*prompt.token_ids, *stream.ids]
     record = _record(stream, prompt)
     slot = journal.open_slot(record, ids)
@@ -84,8 +83,8 @@ def _record(stream: KeptStream, prompt: prompt_pb2.Prompt) -> bytes:
     """The request of a stream without its ids, which the journal has."""
     kept, prompt_tokens = stream.kept, len(prompt.token_ids)
     prompt.ClearField("token_ids")
-    request = decode_pb2.DecodeRequest(request_id=kept.request_id, prompt=prompt)
-    request.sampling.MergeFromString(kept.sampling)
-    request.keep.MergeFromString(kept.keep)
+    request = kept.read()
+    request.request_id = kept.request_id
+    request.prompt.CopyFrom(prompt)
     deadline_at = math.inf if stream.deadline_at is None else stream.deadline_at
     return _PREFIX.pack(deadline_at, prompt_tokens) + request.SerializeToString()

@@ -220,8 +220,10 @@ async def test_a_kept_answer_is_printed_again_by_its_handle(baton: Baton, cluste
     first = await baton("generate", "hello", "--keep", "10", *words)
     [told] = first.err.splitlines()
     assert told.startswith("handle: b1.")
-    again = await baton("generate", "--resume", told.removeprefix("handle: "), "--address", cluster.address)
+    resumed = ["generate", "--resume", told.removeprefix("handle: "), "--timing", "--address", cluster.address]
+    again = await baton(*resumed)
     assert (again.code, again.out) == (0, first.out)
+    assert "resumed, 1 in all" in again.err
 
 
 async def test_a_prompt_and_a_handle_exclude_each_other(baton: Baton, cluster: SmallCluster) -> None:

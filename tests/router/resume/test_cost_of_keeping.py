@@ -89,5 +89,5 @@ async def test_a_kept_answer_takes_a_kibibyte_and_four_bytes_a_token() -> None:
         await _messages(running, _request(500, keep=True))
         [worker] = running.workers.values()
         [stream] = worker.kept.streams
-        assert stream.size < 1280 + 4 * 500
+        assert stream.size < 1024 + 4 * 500
         assert stream.ids.itemsize * len(stream.ids) == 4 * 500

@@ -304,7 +304,7 @@ async def test_ended_streams_take_bounded_memory(start: Starter) -> None:
     async with in_one_task(start("decode", keep=KeepConfig(max_finished_bytes=4500))) as decode:
         for number in range(10):
             await _read(decode.calls.decodes.Decode(_kept(str(number), 10, grace=30)), Reading())
-        assert len(decode.worker.kept) == 3
+        assert len(decode.worker.kept) == 4
 
 
 class Marker:
@@ -371,11 +371,14 @@ async def test_the_prompts_of_ended_streams_count(start: Starter) -> None:
 
 
 def test_the_log_probabilities_of_a_prompt_count_until_they_are_read() -> None:
-    stream = KeptStream(KeptRequest.of(_kept("a"), 60.0), 2**20)
-    before = stream.size
+    request = _kept("a")
+    request.sampling.prompt_logprobs = 0
+    stream = KeptStream(KeptRequest.of(request, 60.0), 2**20)
+    before, logprobs = stream.size, stream.logprobs
+    assert logprobs is not None
     stream.add(Tokens((7,), prompt_logprobs=PromptLogprobs((-0.5,) * 5000, 0)))
     assert stream.size >= before + 4 * 5000
-    stream.prompt_logprobs = None
+    logprobs.prompt = None
     assert stream.size == before + 4
 
 

@@ -2,8 +2,10 @@
 
 import asyncio
 import gc
+import sys
 import tracemalloc
 from contextvars import copy_context
+from functools import partial
 from hashlib import sha256
 
 from support.eventually import eventually
@@ -17,47 +19,55 @@ from services.resume.stream import KeptStream
 from services.resume.streams import KeptStreams
 
 _ANSWERS = 300
+# That of a plain request by gRPC.
+_RECORD_BYTES = 145
 
 
 def _no_load() -> EngineLoad:
     raise AssertionError("nothing is parked")
 
 
-async def _generate(stream: KeptStream) -> None:
+async def _generate(tokens: int, stream: KeptStream) -> None:
     stream.accept(decode_pb2.DecodeResponse(accepted=decode_pb2.DecodeAccepted()))
-    stream.add(Tokens([7, 8]))
+    stream.add(Tokens(range(tokens)))
     stream.finish(decode_pb2.DecodeResponse(finished=decode_pb2.DecodeFinished()))
 
 
-async def _answer(kept: KeptStreams, number: int) -> None:
+async def _answer(kept: KeptStreams, number: int, tokens: int = 2) -> None:
     request = decode_pb2.DecodeRequest(request_id=f"{number:036d}")
     request.prompt.token_ids.extend(range(300, 556))
     request.keep.secret_sha256 = sha256(b"%d" % number).digest()
     request.keep.owner_sha256 = sha256(b"owner %d" % number).digest()
-    request.keep.record = number.to_bytes(300, "big")
+    request.keep.record = number.to_bytes(_RECORD_BYTES, "big")
     request.keep.grace.FromSeconds(60)
-    stream = await kept.start(request, _generate, 60.0)
+    stream = await kept.start(request, partial(_generate, tokens), 60.0)
     with kept.reading(stream, 0):
         await eventually(lambda: stream.has_ended)
 
 
-async def test_what_is_counted_of_an_ended_answer_is_what_it_takes() -> None:
-    async with KeptStreams(KeepConfig(), _no_load) as kept:
-        await _answer(kept, 0)
-        counted = kept.num_bytes
+async def _taken(kept: KeptStreams, tokens: int) -> float:
+    """The bytes that Python takes for each further answer that has ended, beside its prompt."""
+    await _answer(kept, 0, tokens)
+    gc.collect()
+    tracemalloc.start()
+    try:
+        before, _ = tracemalloc.get_traced_memory()
+        for number in range(1, _ANSWERS + 1):
+            await _answer(kept, number, tokens)
         gc.collect()
-        tracemalloc.start()
-        try:
-            before, _ = tracemalloc.get_traced_memory()
-            for number in range(1, _ANSWERS + 1):
-                await _answer(kept, number)
-            gc.collect()
-            taken = (tracemalloc.get_traced_memory()[0] - before) / _ANSWERS
-        finally:
-            tracemalloc.stop()
-        prompt = len(kept.streams[0].kept.prompt)
-        assert len(kept) == _ANSWERS + 1
-        assert 0.8 * counted < taken - prompt < 1.1 * counted
+        taken = (tracemalloc.get_traced_memory()[0] - before) / _ANSWERS
+    finally:
+        tracemalloc.stop()
+    assert len(kept) == _ANSWERS + 1
+    return taken - sys.getsizeof(kept.streams[0].kept.prompt)
+
+
+async def test_an_ended_answer_takes_a_kibibyte_and_four_bytes_a_token_as_is_counted() -> None:
+    for tokens in (2, 402):
+        async with KeptStreams(KeepConfig(), _no_load) as kept:
+            taken, counted = await _taken(kept, tokens), kept.streams[0].size
+            assert taken < 1024 + 4 * tokens
+            assert 0.9 * counted < taken < 1.1 * counted
 
 
 async def test_items_of_a_tick_go_together_but_for_those_that_are_cancelled() -> None:

@@ -67,12 +67,13 @@ class Node:
         listening = [f"listen={self.direct}", f"metrics_listen='{metrics}'"]
         self._command = [sys.executable, "-m", module, *overrides, *OVERRIDES, *listening]
         self._popen: subprocess.Popen[bytes] | ForkedRouter | None = None
+        self.is_proxied = True
         self.is_forked = False  # a router whose next start takes no core for a second or two
 
     @property
     def address(self) -> str:
-        """`host:port`, through the proxy."""
-        return self.proxy.address
+        """`host:port`, through the proxy if it has one."""
+        return self.proxy.address if self.is_proxied else self.direct
 
     @property
     def direct(self) -> str:
@@ -96,7 +97,7 @@ class Node:
     def start(self, *more: str) -> None:
         """Starts the process, which does not serve yet."""
         if self.role != "router":
-            more = (f"advertise={self.proxy.address}", *more)
+            more = (f"advertise={self.address}", *more)
         if self.openai:
             more = (f"openai.listen={self.openai}", *more)
         command = [*self._command, *more]
@@ -159,7 +160,8 @@ class Node:
 class FleetPlan:
     """What to start. The texts are `key=value` overrides, for all workers and for all routers.
 
-    With `metrics` each process serves its metrics, at a port of its own.
+    With `metrics` each process serves its metrics, at a port of its own. Unless workers are `proxied`, routers call
+    them directly: a proxy takes time of the process that has the fleet.
     """
 
     namespace: str
@@ -174,6 +176,7 @@ class FleetPlan:
     routers: int = 1
     module: str = "services"  # what workers are started with
     metrics: bool = False
+    proxied: bool = True
     openai: bool = False  # whether routers serve OpenAI's API, too
     engine_seconds: float = 0.0  # seconds that a worker may wait for the processes of its engine
     of_one: Mapping[str, Sequence[str]] = field(default_factory=dict)  # overrides of single workers, by name
@@ -285,6 +288,7 @@ def _nodes(plan: FleetPlan, folder: Path) -> list[Node]:
         for index in range(count):
             name = f"{role}-{index}"
             nodes.append(node(plan.module, name, config, f"worker_id={name}", *plan.worker, *plan.of_one.get(name, ())))
+            nodes[-1].is_proxied = plan.proxied
     config = str(ROOT / "deploy/config/router.yaml")
     for index in range(plan.routers):
         nodes.append(node("router", f"router-{index}", config, *_APART, *plan.router))
