@@ -1,5 +1,6 @@
 """A kept decode whose call was lost: it goes on in its worker's process, or the next one, which has its ids and KV."""
 
+from contextlib import suppress
 from typing import Any
 
 from baton.engine.v1 import decode_pb2
@@ -13,6 +14,10 @@ from router.workers.calls import AdoptedDecode
 from router.workers.handle import WorkerHandle
 from router.workers.replies import check_attached
 from runtime.aio import timeout
+from runtime.clock import monotonic
+
+# A worker that is heard of for so long after a loss runs in the same process: the next one would have registered.
+_REGISTERED_SECONDS = 0.5
 
 
 async def reattach(state: ExecutionState, lost: WorkerHandle, error: BatonError) -> AdoptedDecode | None:
@@ -39,13 +44,23 @@ async def reattach(state: ExecutionState, lost: WorkerHandle, error: BatonError)
 
 
 async def _next_process(state: ExecutionState, lost: WorkerHandle) -> WorkerHandle:
-    """The next process of a worker that keeps its KV; its own, if that is ready in the end. Raises TimeoutError."""
+    """The next process of a worker that keeps its KV, or the same one, if its connection alone was lost.
+
+    Raises TimeoutError if neither is ready in time.
+    """
     seconds = state.retries.reattach_seconds
     if seconds and not _others_can(state, lost):
         seconds = max(seconds, state.retries.wait_seconds)
+    lost_at, is_heard = monotonic(), False
     try:
         async with timeout(min(seconds, state.ctx.deadline.remaining_seconds)):
-            return await state.placer.await_next_process(lost.record)
+            while True:
+                with suppress(TimeoutError):
+                    async with timeout(_REGISTERED_SECONDS):
+                        return await state.placer.await_next_process(lost.record)
+                was_heard, is_heard = is_heard, lost.health.silent_seconds < monotonic() - lost_at
+                if was_heard and is_heard and not lost.problem:
+                    return lost
     except TimeoutError:
         if lost.problem:
             raise

@@ -27,8 +27,6 @@ from rpc.channels import open_channel
 _WAITING = PATIENT.model_copy(update={"retry": RetryConfig(wait_seconds=PATIENCE_SECONDS)})
 _IMPATIENT = PATIENT.model_copy(update={"retry": RetryConfig(wait_seconds=1)})
 
-_SOON = PATIENT.model_copy(update={"retry": RetryConfig(wait_seconds=1, reattach_seconds=1)})
-
 
 def _attached() -> float:
     value: float = metrics.REATTACHMENTS.labels("attached")._value.get()
@@ -110,7 +108,7 @@ async def _worker_with_kept_memory(folder: Path) -> AsyncIterator[Process]:
 
 
 @pytest.mark.timeout(120)
-async def test_a_kept_answer_of_a_worker_with_kept_memory_goes_on_there_when_no_next_process_comes(
+async def test_a_kept_answer_of_a_worker_with_kept_memory_goes_on_there_in_the_same_process(
     tmp_path: Path,
 ) -> None:
     request = kept_request(stopping={"max_tokens": 600})
@@ -120,7 +118,7 @@ async def test_a_kept_answer_of_a_worker_with_kept_memory_goes_on_there_when_no_
         _worker_with_kept_memory(tmp_path) as worker,
         FileRegistry(tmp_path / "registry", "test", 10.0) as own,
         TcpProxy(worker.address) as proxy,
-        host_router(_SOON, registry) as router,
+        host_router(_WAITING, registry) as router,
         open_channel(router.address) as channel,
     ):
         async with aclosing(own.watch()) as views:
