@@ -14,7 +14,8 @@ from router.routing.prefix.prefix_caches import Cache, PrefixCaches
 from services.engines.kv_events import KvTier
 from services.engines.memory.allocation import LOOK_AHEAD, Grant, grant_blocks
 from services.engines.prompt import Session
-from services.engines.pytorch.kv_cache.blocks import BlockMoved, BlockPool, BlockRemoved, BlockStored
+from services.engines.pytorch.kv_cache.blocks import BlockPool
+from services.engines.pytorch.kv_cache.events import BlockMoved, BlockRemoved, BlockStored
 from services.engines.pytorch.kv_cache.tiers.directory import Place, TierDirectory
 from services.engines.pytorch.kv_cache.tiers.jobs import Rates
 

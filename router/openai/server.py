@@ -115,21 +115,20 @@ class _BoundedHttp(HttpToolsProtocol):
         """Answers a request that is complete, if its client only sends no more: True keeps the connection for that.
 
         One that has closed it sends the same, and is told apart by what it does with more bytes: it resets the
-        connection. To HTTP/1.0 there is nothing to send before the answer, and such a client is taken to have gone, as
-        is one with TLS, which cannot close one direction alone.
+        connection. Once the answer has begun, and to HTTP/1.0, there is nothing to send in between: such a client is
+        taken to have gone, as is one with TLS, which cannot close one direction alone.
         """
         is_secured = self.transport.get_extra_info("ssl_object") is not None
         if not self._owes_answer or is_secured or not self._can_ask:
             return False
         self._is_half_closed = True
-        if not self.cycle.response_started:
-            self.transport.write(_STILL_THERE)
+        self.transport.write(_STILL_THERE)
         self.loop.call_later(_RESET_SECONDS, self._close_if_reset)
         return True
 
     @property
     def _can_ask(self) -> bool:
-        return self.cycle.response_started or self.scope["http_version"] != "1.0"
+        return not self.cycle.response_started and self.scope["http_version"] != "1.0"
 
     @property
     def _owes_answer(self) -> bool:

@@ -69,7 +69,7 @@ async def test_a_write_queue_of_many_small_blocks_is_one_mapping(llama: Checkpoi
         assert len((await collect(engine.decode(Prompt((1, 2, 3)), greedy(4)))).ids) == 4
 
 
-@pytest.mark.parametrize("what", ["open_vocabulary", "facts_of"])
+@pytest.mark.parametrize("what", ["open_vocabulary", "ModelFacts"])
 async def test_an_engine_that_fails_after_its_tiers_are_open_closes_them(
     llama: Checkpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, what: str
 ) -> None:
