@@ -139,6 +139,7 @@ async def test_a_cancel_finds_the_router_that_runs_the_request(edge: Edge) -> No
     request.request_id = "to-be-cancelled"
     messages = edge.stub.Generate(request).__aiter__()
     assert (await messages.__anext__()).HasField("started")
+    assert (await messages.__anext__()).HasField("token")  # a worker runs it
     assert "receipts" in json.loads(await send_json(edge, "/v1/generations/to-be-cancelled:cancel", {}))
     with pytest.raises(grpc.aio.AioRpcError, match="CANCELLED"):
         [message async for message in messages]
