@@ -72,7 +72,12 @@ def cancel(call: Any) -> None:
 
 def _outlasting(call: Any, waited: Awaitable[Response]) -> Awaitable[Response]:
     # Of grpc.aio, it is waited for to its end, also when the caller is cancelled, for the reason that `cancel` gives.
-    return asyncio.shield(waited) if isinstance(call, CoreCall) else waited
+    if not isinstance(call, CoreCall):
+        return waited
+    waiting = asyncio.ensure_future(waited)
+    # Retrieved, so that asyncio does not log an error as lost that comes when the caller has just been cancelled.
+    waiting.add_done_callback(lambda done: done.cancelled() or done.exception())
+    return asyncio.shield(waiting)
 
 
 def _readable(response: Response | None) -> Response:

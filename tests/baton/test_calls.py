@@ -1,10 +1,12 @@
 """Calls as callers see them: BatonErrors, and cancelling in both directions."""
 
 import asyncio
+import gc
 import sys
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 
+import grpc
 import pytest
 from grpc import aio
 from support.cluster.processes import free_port
@@ -168,3 +170,34 @@ async def test_a_call_that_grpc_cannot_make_is_an_error_of_ours() -> None:
         with pytest.raises(BatonError):
             async for _ in stream(peer.stub.Generate(pb.GenerateRequest(), metadata=wrong, timeout=60)):
                 pass
+
+
+async def test_an_error_that_comes_just_after_the_caller_has_left_is_not_lost() -> None:
+    ends = asyncio.Event()
+
+    async def generate(request: object, context: aio.ServicerContext) -> None:
+        await context.write(pb.GenerateResponse(sequence=0))
+        await ends.wait()
+        await context.abort(grpc.StatusCode.UNAVAILABLE, "the server stops")
+
+    async def read(begun: asyncio.Event) -> None:
+        async with aclosing(stream(peer.stub.Generate(pb.GenerateRequest()))) as responses:
+            async for _ in responses:
+                begun.set()
+
+    lost: list[str] = []
+    asyncio.get_running_loop().set_exception_handler(lambda _loop, context: lost.append(context["message"]))
+    async with scripted(Generate=generate) as peer:
+        for steps in range(300):
+            ends.clear()
+            begun = asyncio.Event()
+            reading = asyncio.create_task(read(begun))
+            await begun.wait()
+            ends.set()
+            for _ in range(steps % 40):
+                await asyncio.sleep(0)
+            reading.cancel()
+            await asyncio.wait([reading])
+            assert reading.cancelled() or isinstance(reading.exception(), BatonError)
+    gc.collect()
+    assert lost == []
