@@ -8,6 +8,7 @@
 | sampling_rules | checks of sampling parameters |
 | drawing_rules | checks of pictures and clips to draw |
 | roles | the roles of workers, one declaration each |
+| digests | the names of tenants and sessions on workers |
 | prefix_hash | the hash chain of a prompt's blocks, by which workers and routers name them |
 | timing_profile | the measured speed of a model, and its file |
 | fault_injection | the fault plans in a request's metadata, for tests |

@@ -8,7 +8,6 @@ services/engines/pytorch/kv_cache/retention.py.
 
 import asyncio
 from collections.abc import Sequence
-from hashlib import blake2b
 from typing import Final
 
 import structlog
@@ -18,6 +17,7 @@ from baton.calls import unary
 from baton.engine.v1 import prompt_pb2, worker_pb2
 from baton.errors import BatonError, InvalidRequest
 from baton.inference.v1 import generate_pb2
+from engine_protocol.digests import session_digest, tenant_digest
 from router.admission.quotas import Quotas
 from router.telemetry.stats import RequestStats
 from router.text import chat_input
@@ -87,21 +87,6 @@ def prompt_cache(
     if cache.HasField("next_in"):
         made.next_in_milliseconds = round(_seconds(cache.next_in) * 1000)
     return made
-
-
-def tenant_digest(tenant: str) -> bytes:
-    """A tenant's name on workers."""
-    return _digest(tenant)
-
-
-def session_digest(tenant: str, session: str) -> bytes:
-    """A session's name on workers: the same key of another tenant has another one."""
-    return _digest(tenant, session)
-
-
-def _digest(*texts: str) -> bytes:
-    joined = b"".join(blake2b(text.encode("utf-8", "replace"), digest_size=16).digest() for text in texts)
-    return blake2b(joined, digest_size=16).digest()
 
 
 def _seconds(duration: Duration) -> float:
