@@ -66,7 +66,7 @@ class OutputBudget:
             self._marks.clear()
             return
         now = asyncio.get_running_loop().time()
-        # Without an earlier mark nobody is known to be slow; the next look is soon.
+        # Without an earlier mark no reader is known to be slow; the next look is soon.
         if unread > self._process_bytes and self._marks:
             self._end_slowest(unread, now)
         self._mark(now)
@@ -88,7 +88,7 @@ class OutputBudget:
         log.warning("unread answers use too much memory; the slowest readers are ended", readers=ended)
 
     def _slowest_first(self, now: float) -> Iterator[AnswerReader]:
-        """By the bytes a second that they take, new ones last; of several as slow, who has most unread."""
+        """By the bytes a second that they take, new ones last; of equally slow ones, the one with most unread first."""
 
         def pace(reader: AnswerReader) -> tuple[float, int]:
             at, before = self._marks.get(reader, (now, 0))

@@ -80,7 +80,7 @@ async def best_effort(
     try:
         # Within: the start of a call on a channel that is closed fails at once.
         calling = asyncio.ensure_future(unary(start(seconds)))
-        # Retrieved, so that asyncio does not log it as lost when nobody waits for it any more.
+        # Retrieved, so that asyncio does not log an error as lost that comes when the caller has left.
         calling.add_done_callback(lambda done: done.cancelled() or done.exception())
         return await asyncio.shield(calling)
     except BatonError as error:

@@ -312,7 +312,7 @@ class Admission:
         return self
 
     def leave(self) -> None:
-        """Leaves the place to others before the context ends; once is as good as twice."""
+        """Leaves the place to others before the context ends. Further calls do nothing."""
         if self._has_left:
             return
         self._has_left = True

@@ -39,10 +39,11 @@ _MAX_HEAD_BYTES = 64 * 1024
 # of each takes as long as that of thousands of bytes.
 _MOST_PIPELINED = 16
 _MOST_CHUNKS = 2048
-# What a client takes at least from when its transport has enough until it can take more.
+# What a client has taken at least when writing goes on: it pauses at 64 KiB, and resumes at 16.
 _RESUMED_BYTES = 48 * 1024
 # Tells a client that has closed the connection from one that waits for its answer, which skips it (RFC 9110, 15.2).
 _STILL_THERE = b"HTTP/1.1 100 Continue\r\n\r\n"
+# Then a client that had closed the connection has answered this with a reset.
 _RESET_SECONDS = 0.2
 # Without the characters that end it in a URL.
 _HOST = re.compile(rb"[!$-.0-;=A-\[\]-~]*")
@@ -136,7 +137,7 @@ class _BoundedHttp(HttpToolsProtocol):
         return cycle is not None and not cycle.response_complete and not cycle.more_body and not self.pipeline
 
     def _close_if_reset(self) -> None:
-        """Nobody reads the connection any more, so that a reset is not heard of otherwise."""
+        """Aborts a half-closed connection that was reset, which the event loop is not told: it reads it no more."""
         if self.transport.is_closing():
             return
         poller = select.poll()
@@ -216,11 +217,11 @@ class _BoundedHttp(HttpToolsProtocol):
 
     @property
     def read_bytes(self) -> int:
-        """Taken by its client, about."""
+        """About what its client has taken."""
         return self._resumed * _RESUMED_BYTES - self.unread_bytes
 
     def end_unread(self) -> None:
-        """Ends the connection: what its client would be told would wait, too."""
+        """Ends the connection at once: an error would wait behind what is not read."""
         EXCEEDED.labels("unread_output").inc()
         self.transport.abort()
 

@@ -11,7 +11,7 @@ from rpc.channels import best_effort
 
 
 class FailingCall:
-    """A unary call that fails a moment later, whoever still waits for it."""
+    """A unary call that fails a moment later, also if its caller has left."""
 
     def __await__(self) -> Any:
         return self._fail().__await__()

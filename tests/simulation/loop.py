@@ -31,7 +31,7 @@ class _Future(asyncio.Future):
 
 
 class _Handle:
-    """What asyncio's Handle is, without its questions: of a loop of one thread that is never in debug mode."""
+    """A handle like asyncio's, for a loop of one thread that is never in debug mode: it checks neither."""
 
     __slots__ = ("arguments", "callback", "context", "is_cancelled")
 

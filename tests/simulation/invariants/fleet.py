@@ -155,7 +155,7 @@ class LimitsHold(Invariant):
 
 
 class MemoryIsShared(Invariant):
-    """Of the workers that share memory one has it at a time, and no request waits for it while nobody uses it."""
+    """One of the workers that share memory has it at a time, and no request waits for memory that is not used."""
 
     def __init__(self, world: Any) -> None:
         super().__init__(world)
@@ -178,7 +178,7 @@ class MemoryIsShared(Invariant):
         elif Time.now - self._idle_since > _IDLE_SECONDS:
             self._idle_since = Time.now
             if not self.world.chaos.disturbed(Time.now, None, _IDLE_SECONDS):
-                self.problem(f"requests wait for memory that nobody has used for {_IDLE_SECONDS:g} s")
+                self.problem(f"requests wait for memory that has not been used for {_IDLE_SECONDS:g} s")
 
 
 class NoUnexplainedError(Invariant):

@@ -97,7 +97,7 @@ class Program:
 
 
 def _output_in_time(building: "subprocess.Popen[str]", named: str) -> str:
-    """What a build printed. Others may come to this machine meanwhile: its deadline grows with the load."""
+    """Runs a build, and returns its output. Its deadline grows with the load of the machine."""
     began = monotonic()
     while True:
         with suppress(subprocess.TimeoutExpired):
