@@ -1,7 +1,8 @@
 """Garbage collection that does not stop the event loop for long.
 
 A full collection looks at every object of the process: 60 ms in an idle router, 260 ms in a worker with PyTorch
-(2 cores, Python 3.11), while no stream gets a token. Nearly all of these objects live as long as the process.
+(2 cores, Python 3.11), while no stream gets a token. Nearly all of these objects live as long as the process, and many
+others as long as a stream.
 """
 
 import asyncio
@@ -14,26 +15,27 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import Final
 
-from runtime.clock import monotonic, perf_counter
+from runtime.clock import monotonic, process_time
 
 # So many objects more than at the last collection begin one of the youngest; by default 700, which a few requests make.
 _YOUNG_OBJECTS: Final = 5_000
 # After so many of the youngest what they left is collected, too: no more of it than a few milliseconds can look at.
 _YOUNG_COLLECTIONS: Final = 2
-# After so many of those everything is: never. It takes a router 30 to 80 ms with 1,024 running streams, a second with
-# 2,000 requests of 200 texts, and frees nothing. FullCollections knows how long it would take.
-_MIDDLE_COLLECTIONS: Final = 2**30
-# Everything is collected, too, when memory has grown by so much since the last time, and after so long.
+# After so many of those all that has been left since objects were last exempted.
+_MIDDLE_COLLECTIONS: Final = 1
+# If more than these are left then, they are exempt: a collection of them takes 2 ms.
+_MOST_OBJECTS: Final = 20_000
+# The same begins when memory has grown by so much since the last time, and after so long, but at most so often.
 _GROWN_BYTES: Final = 32 * 2**20
 _LONGEST_SECONDS: Final = 60.0
-# But at most so often, and, until memory has grown by much more, only while it does not stop the loop for longer.
 _LEAST_SECONDS: Final = 10.0
-_PAUSE_SECONDS: Final = 0.005
+# What was exempted is looked at when memory has grown by this and the process is idle, or by more than all that clients
+# can have it keep: by `input`, `unread_output_bytes` and the vectors in the making.
 _MUCH_GROWN_BYTES: Final = 256 * 2**20
+_MOST_GROWN_BYTES: Final = 2**30
+_IDLE_SHARE: Final = 0.02  # of a core: health checks of workers take half of it
 _LOOK_SECONDS: Final = 1.0
 _LASTING_LOOKS: Final = 4  # in which memory must have grown
-# Of a collection, for each object that it looks at; measured by the collections.
-_OBJECT_SECONDS: Final = 1e-7
 _STATM: Final = "/proc/self/statm"
 _PAGE_BYTES: Final = os.sysconf("SC_PAGE_SIZE")
 # Options of mallopt, and what is large: not what streams of tokens send.
@@ -44,28 +46,38 @@ _MADV_DONTNEED: Final = 4  # of Linux
 
 
 def exempt_living_objects() -> None:
-    """Collects once, then exempts the objects that are left from all later collections.
+    """Collects once, then exempts the objects that are left from later collections.
 
     Call it when the imports are done, also late ones, and again when a model is loaded. Reference counting still frees
     these objects.
     """
     gc.collect()
     gc.freeze()
+    # The next collection of everything comes after a share of what the last one has left.
+    gc.collect()
 
 
 def collect_rarely() -> None:
-    """Begins a collection after more objects than by default, and looks at few of them, and never at all by itself.
+    """Begins a collection after more objects than by default, and has none look at more than some 60,000.
 
     A request leaves no cycles, however it ends, and its objects live for milliseconds: each of the many collections
-    during a burst of requests would only look at what lives. So would full ones while streams run, whose objects live
-    for seconds. What a library or a mistake leaves is found by `collected_as_memory_grows`, which goes with it.
+    during a burst of requests would only look at what lives. Objects that survive by tens of thousands, as those of a
+    thousand streams do, are exempt from then on. What a library or a mistake leaves in cycles among them is found by
+    `collected_as_memory_grows`, which goes with it.
     """
     gc.set_threshold(_YOUNG_OBJECTS, _YOUNG_COLLECTIONS, _MIDDLE_COLLECTIONS)
+    if _exempt_many not in gc.callbacks:
+        gc.callbacks.append(_exempt_many)
+
+
+def _exempt_many(phase: str, info: dict[str, int]) -> None:
+    if phase == "stop" and info["generation"] == 2 and len(gc.get_objects(generation=2)) > _MOST_OBJECTS:
+        gc.freeze()
 
 
 @asynccontextmanager
 async def collected_as_memory_grows() -> AsyncIterator[None]:
-    """Collects everything, now and then, while the context is open: so what is left in cycles cannot pile up."""
+    """Collects, now and then, while the context is open: so what is left in cycles cannot pile up."""
 
     async def collect() -> None:
         collections = FullCollections()
@@ -82,37 +94,50 @@ async def collected_as_memory_grows() -> AsyncIterator[None]:
 
 
 class FullCollections:
-    """Decides when everything is collected. `memory` returns how much the process has, in bytes."""
+    """Decides when what is not exempt is collected, and when everything is.
 
-    def __init__(self, clock: Callable[[], float] = monotonic, memory: "Callable[[], int] | None" = None) -> None:
+    `memory` returns how much the process has, in bytes, and `cpu` how long it has computed, in seconds.
+    """
+
+    def __init__(
+        self,
+        clock: Callable[[], float] = monotonic,
+        memory: "Callable[[], int] | None" = None,
+        cpu: Callable[[], float] = process_time,
+    ) -> None:
         self._clock = clock
+        self._cpu = cpu
         self._memory = memory or resident_bytes
         self._recent: deque[int] = deque(maxlen=_LASTING_LOOKS)
-        self._left = self._memory()  # the least since the last collection
-        self._collected_at = self._tried_at = clock()
-        self._object_seconds = _OBJECT_SECONDS
+        self._left = self._left_of_all = self._memory()  # the least since the last collection
+        self._looked_at = self._collected_at = clock()
+        self._computed = cpu()
 
     def look(self) -> bool:
         """Collects if it is time to. Returns whether it was."""
-        now = self._clock()
+        now, is_idle = self._clock(), self._is_idle()
+        self._looked_at = now
         self._recent.append(self._memory())
-        self._left = min(self._left, self._recent[-1])
+        self._left, self._left_of_all = min(self._left, self._recent[-1]), min(self._left_of_all, self._recent[-1])
+        if now - self._collected_at < _LEAST_SECONDS:
+            return False
         # What a large message takes while it is read is not there any more at the next looks.
-        has_lasted = len(self._recent) == _LASTING_LOOKS
-        grown = min(self._recent) - self._left if has_lasted else 0
-        is_due = grown >= _GROWN_BYTES or now - self._collected_at >= _LONGEST_SECONDS
-        if not is_due or now - self._tried_at < _LEAST_SECONDS:
+        lasting = min(self._recent) if len(self._recent) == _LASTING_LOOKS else 0
+        if lasting - self._left_of_all >= (_MUCH_GROWN_BYTES if is_idle else _MOST_GROWN_BYTES):
+            gc.unfreeze()
+            exempt_living_objects()
+            self._left_of_all = self._memory()
+        elif lasting - self._left >= _GROWN_BYTES or now - self._collected_at >= _LONGEST_SECONDS:
+            gc.collect()
+        else:
             return False
-        self._tried_at = now
-        objects = len(gc.get_objects())
-        if objects * self._object_seconds > _PAUSE_SECONDS and grown < _MUCH_GROWN_BYTES:
-            return False
-        began = perf_counter()
-        gc.collect()
-        if objects > 10_000:  # fewer tell nothing of the time for each
-            self._object_seconds = (perf_counter() - began) / objects
         self._collected_at, self._left = now, self._memory()
         return True
+
+    def _is_idle(self) -> bool:
+        """Whether the process has computed next to nothing since the last look."""
+        before, self._computed = self._computed, self._cpu()
+        return self._computed - before < _IDLE_SHARE * (self._clock() - self._looked_at)
 
 
 def return_large_memory() -> None:

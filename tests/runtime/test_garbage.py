@@ -3,8 +3,9 @@
 import gc
 import subprocess
 import sys
+import weakref
+from collections import deque
 from collections.abc import Iterator
-from contextlib import contextmanager
 
 import pytest
 from support.clock import ManualClock
@@ -13,59 +14,102 @@ from support.cluster.processes import ROOT
 from runtime import garbage
 from runtime.garbage import FullCollections, collect_rarely, forget_content, resident_bytes
 
-
-def test_a_million_objects_that_live_are_not_all_looked_at_again() -> None:
-    before = gc.get_threshold()
-    gc.collect()
-    full = gc.get_stats()[2]["collections"]
-    collect_rarely()
-    try:
-        living = [[number] for number in range(2_000_000)]
-        assert gc.get_stats()[2]["collections"] == full
-        assert len(living) == 2_000_000
-    finally:
-        gc.set_threshold(*before)
-
-
-def test_requests_that_come_and_go_never_begin_a_full_collection() -> None:
-    before = gc.get_threshold()
-    gc.collect()
-    full = gc.get_stats()[2]["collections"]
-    collect_rarely()
-    try:
-        for _ in range(2_000):
-            assert len([[number] for number in range(6_000)]) == 6_000
-        assert gc.get_stats()[2]["collections"] == full
-    finally:
-        gc.set_threshold(*before)
-
-
 MEBIBYTE = 2**20
+# Of which a collection takes 6 ms.
+FEW_OBJECTS = 60_000
+
+
+@pytest.fixture
+def looked_at() -> Iterator[list[int]]:
+    """How many objects each collection has looked at, at most, while they are as rare as in the project's processes."""
+
+    def count(phase: str, info: dict[str, int]) -> None:
+        if phase == "start":
+            counts.append(sum(len(gc.get_objects(generation=each)) for each in range(info["generation"] + 1)))
+
+    counts: list[int] = []
+    before = gc.get_threshold()
+    gc.collect()
+    collect_rarely()
+    gc.callbacks.append(count)
+    yield counts
+    gc.callbacks.remove(count)
+    gc.callbacks.remove(garbage._exempt_many)
+    gc.set_threshold(*before)
+
+
+def test_no_collection_looks_at_many_objects_while_a_million_live(looked_at: list[int]) -> None:
+    living = [[number] for number in range(2_000_000)]
+    assert looked_at
+    assert max(looked_at) < FEW_OBJECTS
+    assert len(living) == 2_000_000
+
+
+def test_no_collection_looks_at_many_objects_while_requests_come_and_go(looked_at: list[int]) -> None:
+    requests = deque[list[list[int]]](maxlen=50)
+    for _ in range(2_000):
+        requests.append([[number] for number in range(6_000)])
+    assert looked_at
+    assert max(looked_at) < FEW_OBJECTS
+
+
+def test_cycles_of_a_few_objects_are_found_soon(looked_at: list[int]) -> None:
+    found = 0
+
+    class Cycle:
+        def __init__(self) -> None:
+            self.itself = self
+
+        def __del__(self) -> None:
+            nonlocal found
+            found += 1
+
+    living = [[number] for number in range(500_000)]
+    for _ in range(100_000):
+        Cycle()
+    assert found > 80_000
+    assert len(living) == 500_000
 
 
 class Process:
-    """A process with so much memory, whose collections are counted."""
+    """A process with so much memory, whose collections are counted, and which is idle unless it is said to be busy."""
 
     def __init__(self) -> None:
         self.clock = ManualClock()
         self.megabytes = 100
-        self.collections = FullCollections(self.clock, lambda: self.megabytes * MEBIBYTE)
+        self.cpu_share = 0.0
+        self.computed = 0.0
+        self.collections = FullCollections(self.clock, lambda: self.megabytes * MEBIBYTE, lambda: self.computed)
 
     def collects(self, after: float) -> bool:
         """Whether it has collected so many seconds later."""
-        self.clock.advance(after)
+        self.passes(after)
         before = gc.get_stats()[2]["collections"]
-        has_collected = any(self.collections.look() for _ in range(garbage._LASTING_LOOKS))
+        has_collected = any(self.looks() for _ in range(garbage._LASTING_LOOKS))
         assert not has_collected or gc.get_stats()[2]["collections"] > before
         return has_collected
 
+    def looks(self) -> bool:
+        self.passes(0.1)
+        return self.collections.look()
 
-@contextmanager
-def slow_collections(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """As with so many objects that a collection takes longer than it may."""
-    with monkeypatch.context() as patch:
-        patch.setattr(garbage, "_PAUSE_SECONDS", 0.0)
-        yield
+    def passes(self, seconds: float) -> None:
+        self.clock.advance(seconds)
+        self.computed += seconds * self.cpu_share
+
+    def finds_what_was_exempt(self) -> bool:
+        """Whether it finds a cycle that was exempt while it was needed, when it collects."""
+
+        class Cycle:
+            pass
+
+        cycle = Cycle()
+        cycle.itself = cycle  # type: ignore[attr-defined]
+        found = weakref.ref(cycle)
+        gc.freeze()
+        del cycle
+        assert self.collects(after=11)
+        return found() is None
 
 
 @pytest.fixture(autouse=True)
@@ -113,20 +157,29 @@ def test_growth_counts_from_the_least_since_the_last_collection() -> None:
 
 def test_what_has_not_grown_is_collected_once_a_minute() -> None:
     process = Process()
-    assert not process.collects(after=59)
+    assert not process.collects(after=58)
     assert process.collects(after=2)
-    assert not process.collects(after=59)
+    assert not process.collects(after=58)
 
 
-def test_a_collection_that_would_stop_the_loop_waits_until_memory_has_grown_by_much(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_what_was_exempt_is_looked_at_when_a_process_that_has_grown_by_much_is_idle() -> None:
     process = Process()
-    with slow_collections(monkeypatch):
-        process.megabytes += 33
-        assert not process.collects(after=61)
-        process.megabytes += 256
-        assert process.collects(after=11) or process.collects(after=11)
+    process.megabytes += 200
+    assert not process.finds_what_was_exempt()
+    process.megabytes += 60
+    assert process.finds_what_was_exempt()
+
+
+def test_what_was_exempt_is_not_looked_at_by_a_busy_process_until_memory_has_grown_by_a_gibibyte() -> None:
+    process = Process()
+    process.cpu_share = 0.5
+    for _ in range(3):
+        process.megabytes += 300
+        assert not process.finds_what_was_exempt()
+    process.megabytes += 300
+    assert process.finds_what_was_exempt()
+    process.megabytes += 300
+    assert not process.finds_what_was_exempt()
 
 
 # What two threads keep of large messages, one after the other, once these are freed.

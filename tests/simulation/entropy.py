@@ -60,6 +60,7 @@ time.perf_counter = _clock("perf_counter")
 time.perf_counter_ns = _clock("perf_counter_ns", 10**9)
 time.time = _clock("time", offset=EPOCH)
 time.time_ns = _clock("time_ns", 10**9, EPOCH)
+time.process_time = _clock("process_time")
 time.thread_time = _clock("thread_time")
 time.sleep = _sleep
 os.urandom = _token_bytes
