@@ -10,7 +10,7 @@ from grpc import aio
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from baton.calls import stream, unary
-from baton.errors import BatonError
+from baton.errors import BatonError, DeadlineExceeded
 from discovery.backoff import Backoff
 from router.config import ProbeConfig
 from router.workers.watching.waiting_calls import WaitingCalls
@@ -109,10 +109,12 @@ class WorkerHealth:
         """Checks the health repeatedly, until cancelled: a hung process reports nothing.
 
         One that has reported its load within the interval does not hang, and is not asked: only a worker of a version
-        that does not repeat its reports, or one that is late, is.
+        that does not repeat its reports, or one that is late, is. Nor does one whose answers go on: it is busy.
         """
         failures = 0
         while True:
+            if self._calls.go_on():
+                self.heard()
             self._calls.interrupt_unanswered()
             unasked_seconds = probe.interval_seconds - self.silent_seconds
             if unasked_seconds > 0 and not self._check_problem:
@@ -136,6 +138,8 @@ class WorkerHealth:
         try:
             request = health_pb2.HealthCheckRequest()
             response = await unary(self._stub.Check(request, timeout=timeout_seconds, wait_for_ready=False))
+        except DeadlineExceeded as error:
+            return "" if self._calls.go_on() else f"its health check failed: {error.message}"
         except BatonError as error:
             return f"its health check failed: {error.message}"
         self.heard()

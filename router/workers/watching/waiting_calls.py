@@ -42,6 +42,10 @@ class Waiting:
         """The tokens of the answer until now."""
         return 0
 
+    def goes_on(self) -> bool:
+        """Whether the answer has begun, and has tokens that it had not when it was last looked at."""
+        return not self.awaits_answer and 0 <= self.seen_tokens < self.num_tokens()
+
     def another_can(self, worker: WorkerRecord) -> bool:
         """True if another worker could answer instead of this one."""
         raise NotImplementedError
@@ -115,6 +119,10 @@ class WaitingCalls:
         """Stops all calls: they may continue elsewhere."""
         for call in tuple(self._calls):
             call.interrupt(Unavailable(f"no response for {silent_seconds:.1f} s"))
+
+    def go_on(self) -> bool:
+        """Whether an answer has tokens that it had not when it was last looked at: the worker does not hang."""
+        return any(call.waiting is not None and call.waiting.goes_on() for call in self._calls)
 
     def interrupt_unanswered(self) -> None:
         """Stops calls that have waited too long for their answers, and that another worker could answer."""

@@ -13,6 +13,7 @@ from baton.engine.v1 import worker_pb2, worker_pb2_grpc
 from discovery.record import WorkerRecord
 from router.config import ProbeConfig
 from router.workers.handle import WorkerHandle
+from router.workers.watching.waiting_calls import Waiting
 from rpc.channels import open_channel
 from rpc.health import Health
 from rpc.server import Service, serve
@@ -24,14 +25,17 @@ PROBE = ProbeConfig(interval_seconds=INTERVAL_SECONDS, timeout_seconds=30.0, hun
 
 
 class CountedHealth(Health):
-    """Serves health, and notes when it was asked."""
+    """Serves health, and notes when it was asked, until it is told to hang."""
 
     def __init__(self) -> None:
         super().__init__()
         self.asked_at: list[float] = []
+        self.is_alive = asyncio.Event()
+        self.is_alive.set()
 
     async def Check(self, request: health_pb2.HealthCheckRequest, context: Any) -> health_pb2.HealthCheckResponse:
         self.asked_at.append(time.monotonic())
+        await self.is_alive.wait()
         return await super().Check(request, context)
 
 
@@ -52,8 +56,20 @@ class Reporting(worker_pb2_grpc.WorkerServiceServicer):
                 yield worker_pb2.WatchLoadResponse()
 
 
+class RunningAnswer(Waiting):
+    """An answer that has begun on a worker."""
+
+    def __init__(self) -> None:
+        self.tokens_until_now = 1
+
+    def num_tokens(self) -> int:
+        return self.tokens_until_now
+
+
 @asynccontextmanager
-async def watched(health: CountedHealth, reporting: Reporting) -> AsyncIterator[None]:
+async def watched(
+    health: CountedHealth, reporting: Reporting, probe: ProbeConfig = PROBE
+) -> AsyncIterator[WorkerHandle]:
     """A worker that is watched as a router watches it."""
     name = worker_pb2.DESCRIPTOR.services_by_name["WorkerService"].full_name
     services = [Service(name, worker_pb2_grpc.add_WorkerServiceServicer_to_server, reporting)]
@@ -62,9 +78,11 @@ async def watched(health: CountedHealth, reporting: Reporting) -> AsyncIterator[
         async with open_channel(server.address) as channel:
             record = WorkerRecord("w-1", 1, server.address, ("decode",), "m", "simulated", "layout", 100)
             worker = WorkerHandle(record, channel, channel, lambda: None)
-            tasks = [asyncio.create_task(worker.watch_load(PROBE)), asyncio.create_task(worker.health.check(PROBE))]
+            watches = worker.watch_load(probe), worker.health.watch(), worker.health.check(probe)
+            worker.health.set_card_problem("")
+            tasks = [asyncio.create_task(each) for each in watches]
             try:
-                yield
+                yield worker
             finally:
                 for task in tasks:
                     task.cancel()
@@ -80,3 +98,22 @@ async def test_an_idle_worker_repeats_its_report_and_is_not_asked_until_it_says_
         reporting.is_alive.clear()
         known = len(health.asked_at)
         await eventually(lambda: len(health.asked_at) >= known + 2)
+
+
+async def test_a_worker_that_is_too_busy_to_answer_its_health_check_is_ready_while_its_answers_go_on() -> None:
+    probe = ProbeConfig(interval_seconds=INTERVAL_SECONDS, timeout_seconds=INTERVAL_SECONDS, hung_seconds=60.0)
+    health, reporting, answer = CountedHealth(), Reporting(), RunningAnswer()
+    async with watched(health, reporting, probe) as worker:
+        await eventually(lambda: worker.state == "ready")
+        with worker.calls.interruptible(answer):
+            health.is_alive.clear()
+            reporting.is_alive.clear()
+            states = set()
+            for _ in range(100):
+                answer.tokens_until_now += 1
+                states.add(worker.state)
+                await asyncio.sleep(0.02)
+            assert states == {"ready"}
+            await eventually(lambda: "health check failed" in worker.problem)
+            answer.tokens_until_now += 1
+            await eventually(lambda: worker.state == "ready")
