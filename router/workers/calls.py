@@ -30,7 +30,7 @@ from router.telemetry.stages import CallTiming, name_of
 from router.workers.cancellation import abort_unanswered
 from router.workers.destinations import Destination, DestinationLost, prefix_source
 from router.workers.handle import WorkerHandle
-from router.workers.replies import of_worker
+from router.workers.replies import of_this_worker
 from router.workers.serialized_prompt import SerializedPrompt
 from router.workers.spans import prefill_attributes, worker_attributes
 from router.workers.watching.waiting_calls import Waiting
@@ -347,8 +347,10 @@ class _Calling:
         stages = ctx.stats.timings.end_call(self.timing)
         if self.note is not None and ctx.notes is not None:
             ctx.notes.ended(self.note, stages, error)
+        if error is None:
+            worker.refusals = 0
         if isinstance(error, BatonError):
-            found = of_worker(error, ctx.deadline.remaining_seconds)
+            found = of_this_worker(error, worker, ctx.deadline.remaining_seconds)
             if isinstance(found, DeadlineExceeded):
                 raise ctx.deadline.exceeded(ctx.stats.timings.stage_name, worker.record.worker_id) from None
             _annotate(found, name_of(self._stage), worker)
@@ -371,12 +373,13 @@ async def answer_of(answer: Awaitable[Answer], worker: WorkerHandle, call_id: st
 def annotate_worker_errors(stage: str, worker: WorkerHandle, ctx: RequestContext) -> Iterator[None]:
     """Adds the stage and the worker to errors. Marks a worker that is unavailable as unhealthy.
 
-    Errors that a worker may not give are InvalidReplies; see `of_worker`.
+    Errors that a worker may not give are InvalidReplies; see `of_this_worker`.
     """
     try:
         yield
+        worker.refusals = 0
     except BatonError as error:
-        found = of_worker(error, ctx.deadline.remaining_seconds)
+        found = of_this_worker(error, worker, ctx.deadline.remaining_seconds)
         _annotate(found, stage, worker)
         if found is not error:
             raise found from error

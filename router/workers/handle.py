@@ -1,6 +1,7 @@
 """One worker as the router sees it: its stubs, its health, and its load."""
 
 import asyncio
+import math
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator
 from contextlib import AsyncExitStack, aclosing, asynccontextmanager, contextmanager
 from functools import partial
@@ -74,6 +75,8 @@ class WorkerHandle:
         self.loras = KnownLoras()
         self.latency = WorkerLatency()
         self.ranks = Ranks(record.worker_id, record.data_parallel_ranks)
+        self.refusals = 0  # of requests in a row, which only an engine can know to be wrong
+        self.doubted_at = -math.inf
         self.calls = WaitingCalls(self._backlog)
         self.health = WorkerHealth(record.worker_id, channel, self.calls, changed)
         self._changed = changed

@@ -30,6 +30,7 @@ from engine_protocol.fault_injection import FAULT_KEY
 from router.routing.retry import DoubtedFeature, DoubtedRequest
 from router.telemetry import metrics
 from router.workers.handle import WorkerHandle
+from runtime.clock import monotonic
 
 log = structlog.get_logger(__name__)
 
@@ -58,6 +59,9 @@ _ENGINES_FIELDS = frozenset({"prompt", "options", "sampling.bad_sequences", "sam
 _ENGINES_PREFIXES = ("guided", "media", "prompt.lora")
 # How much earlier than at the deadline a worker may find that it has passed.
 _EARLY_SECONDS = 1.0
+# After so many refusals in a row that only an engine can know, a worker's next one is doubted, at most so often: each
+# takes a retry from the budget of all.
+_BELIEVED_IN_A_ROW, _DOUBT_SECONDS = 3, 1.0
 _LONGEST_EMBEDDING = 2**20  # tokens
 _MOST_READERS = 2**31  # of one answer, one after the other
 _ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}  # the types that can be read
@@ -114,6 +118,18 @@ def of_worker(error: BatonError, remaining_seconds: float) -> BatonError:
     if isinstance(error, Unsupported) and error.is_bare:
         return DoubtedFeature(error.message)
     return error
+
+
+def of_this_worker(error: BatonError, worker: WorkerHandle, remaining_seconds: float) -> BatonError:
+    """The same, where a worker that has refused many requests in a row, and answered none, is doubted now and then."""
+    found = of_worker(error, remaining_seconds)
+    if type(found) not in (InvalidRequest, Unsupported):
+        return found
+    worker.refusals += 1
+    if worker.refusals <= _BELIEVED_IN_A_ROW or monotonic() < worker.doubted_at + _DOUBT_SECONDS:
+        return found
+    worker.doubted_at = monotonic()
+    return DoubtedRequest(found.violations) if isinstance(found, InvalidRequest) else DoubtedFeature(found.message)
 
 
 def _is_engines(error: InvalidRequest) -> bool:

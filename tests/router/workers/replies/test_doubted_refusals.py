@@ -83,6 +83,33 @@ async def test_a_refusal_that_only_a_worker_can_know_reaches_the_client_at_once(
         assert (error.reason, error.worker_id, worker.calls["Prefill"]) == (reason, "broken", 1)
 
 
+@pytest.mark.parametrize("name", BELIEVED)
+async def test_a_worker_that_refuses_everything_in_an_engines_words_is_found_out_after_a_few(name: str) -> None:
+    ends, reason = BELIEVED[name]
+    async with bench(PREFILL, DECODE, router=PATIENT) as running, beside(running, "decode", multiplexed=True) as worker:
+        worker.changes["Decode"] = lambda _: [ends]
+        reasons = []
+        while worker.calls["Decode"] < 4:
+            reasons.append(await outcome(running))
+        assert reasons.count(reason) == 3
+        assert reasons[-1] == "OK"
+        [state] = [one for one in await running.list_workers() if one.worker_id == "broken"]
+        assert "its replies are wrong" in state.problem
+
+
+async def test_a_worker_that_answers_in_between_is_believed() -> None:
+    ends, reason = BELIEVED["a grammar"]
+    async with bench(PREFILL, DECODE, router=PATIENT) as running, beside(running, "decode", multiplexed=True) as worker:
+        for _ in range(6):
+            worker.changes["Decode"] = lambda _: [ends]
+            while await outcome(running) != reason:
+                pass
+            worker.changes.clear()
+            called = worker.calls["Decode"]
+            while worker.calls["Decode"] == called:
+                assert await outcome(running) == "OK"
+
+
 @LANES
 @pytest.mark.parametrize("name", REFUSALS)
 async def test_a_refusal_that_no_other_worker_contradicts_reaches_the_client(name: str, multiplexed: bool) -> None:
@@ -94,6 +121,14 @@ async def test_a_refusal_that_no_other_worker_contradicts_reaches_the_client(nam
         # It is believed, and the worker goes on.
         worker.changes.clear()
         assert len((await running.generate(**LONG)).token_ids) == 60
+
+
+async def outcome(running: Bench) -> str:
+    try:
+        await running.generate(**LONG)
+    except aio.AioRpcError as error:
+        return from_rpc_error(error).reason
+    return "OK"
 
 
 async def refused(running: Bench) -> BatonError:
