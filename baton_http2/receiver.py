@@ -19,6 +19,7 @@ CONNECTION_WINDOW: Final = 8 * RECEIVE_WINDOW
 _TURN_FRAMES: Final = 1024
 _FRAMES_A_CALL: Final = 16
 _BYTES_A_FRAME: Final = 64
+_WHOLE: Final = h2.DEFAULT_MAX_FRAME + 1
 # After an answer, its reader may be busy with what comes of it.
 _READER_SECONDS: Final = 5.0
 # A request of more bytes is cut into frames that are longer, but for its last one.
@@ -28,10 +29,13 @@ _SMALL_BYTES: Final = 1024
 class Receiver:
     """The receiving side of one connection, whose peer begins with `preface`.
 
-    `opened` are streams whose calls start once what has come is read.
+    So many bytes of messages as `bytes_a_frame` take as long as a frame, where what comes of each costs more than to
+    read it. `opened` are streams whose calls start once what has come is read.
     """
 
-    def __init__(self, connection: Endpoint, liveness: Liveness, preface: bytes = b"") -> None:
+    def __init__(
+        self, connection: Endpoint, liveness: Liveness, preface: bytes = b"", bytes_a_frame: int = _WHOLE
+    ) -> None:
         limits, output = connection.limits.http2, connection.output
         self._connection = connection
         self._liveness = liveness
@@ -43,6 +47,7 @@ class Receiver:
         self._has_preface = not preface
         self._is_settled = False
         self._window = CONNECTION_WINDOW
+        self._bytes_a_frame = bytes_a_frame
         self._blocks = HeaderBlocks(limits)
         self.opened: list[Stream] = []
         # Each answer earns one for its head and one for its trailers: whose calls are answered may cancel as many. And
@@ -127,6 +132,7 @@ class Receiver:
     def _parse(self, data: bytes) -> bytes:
         """Reads whole frames; what is left of the bytes, which is much if they were too much for one turn."""
         at, end, left = self._skip_preface(data), len(data), _TURN_FRAMES
+        bytes_a_frame = self._bytes_a_frame
         while self._has_preface and end - at >= h2.FRAME_HEADER_BYTES and not self._connection.is_closing:
             word, flags, stream_id = h2.HEADER.unpack_from(data, at)
             length, kind = word >> 8, word & 0xFF
@@ -138,7 +144,10 @@ class Receiver:
             if left <= 0:
                 self._postpone()
                 break
-            left -= 1 if kind != h2.HEADERS else _FRAMES_A_CALL + length // _BYTES_A_FRAME
+            if kind == h2.HEADERS:
+                left -= _FRAMES_A_CALL + length // _BYTES_A_FRAME
+            else:
+                left -= 1 + length // bytes_a_frame
             self._handle_frame(kind, flags, stream_id & h2.MAX_STREAM_ID, data[at + h2.FRAME_HEADER_BYTES : until])
             at = until
         return data[at:]

@@ -12,13 +12,19 @@ from support.http2.server import echoing
 from support.servers.shared_stream import Shared, Sharing, get_model
 
 from baton.calls import unary
+from baton.engine.v1 import multiplex_pb2 as pb
+from baton.engine.v1 import multiplex_pb2_grpc
 from baton.inference.v1 import model_pb2
+from baton_http2.client.dialing import ServerAddress, open_call
 from baton_http2.turns import CALLS_A_TURN, CallTurns
+from rpc.health import Health
+from rpc.server import Service, serve
 
 CALLS = 3 * CALLS_A_TURN + 1
 # More than it takes to read what has come.
 TURNS = 2_000
 CANCEL = 8
+MULTIPLEX = "baton.engine.v1.MultiplexService"
 
 
 @asynccontextmanager
@@ -115,3 +121,23 @@ async def test_calls_of_one_message_of_a_shared_stream_begin_and_end_in_several_
     # Those of two turns, where a look comes between the steps of one.
     assert max(begun_each) <= 2 * CALLS_A_TURN
     assert max(ended_each) <= 2 * CALLS_A_TURN
+
+
+async def test_tokens_that_have_piled_up_are_taken_in_several_turns() -> None:
+    tokens, messages, taken = 256, 500, list[bytes]()
+
+    async def send(_requests: object, context: Any) -> None:
+        step = pb.MultiplexResponse(token_calls=range(tokens), token_ids=range(tokens))
+        for _ in range(messages):
+            await context.write(step)
+
+    servicer = multiplex_pb2_grpc.MultiplexServiceServicer()
+    servicer.Multiplex = send  # type: ignore[method-assign, assignment]
+    service = Service(MULTIPLEX, multiplex_pb2_grpc.add_MultiplexServiceServicer_to_server, servicer)
+    async with (
+        serve("127.0.0.1:0", [service], health=Health(), drain_seconds=0) as server,
+        each_turn(lambda: len(taken)) as grown,
+        open_call(ServerAddress(server.address), f"/{MULTIPLEX}/Multiplex", taken.append),
+    ):
+        await eventually(lambda: len(taken) == messages)
+    assert max(grown) * tokens <= 1024
