@@ -99,6 +99,7 @@ log = structlog.get_logger(__name__)
 
 _SECONDS: Final = 2.0
 _AT_ONCE: Final = 32
+_MOST_BLOCKS: Final = 2**32 - 1  # that an answer can say; each worker may say as many
 
 
 class SessionEnds:
@@ -121,7 +122,8 @@ class SessionEnds:
             ended = worker_pb2.EndSessionRequest(session=session_digest(tenant, request.session_key))
             workers = [one for one in self._cluster.workers if one.record.model == model.name and not one.problem]
             free = asyncio.Semaphore(_AT_ONCE)
-            return sum(await asyncio.gather(*(self._end(worker, ended, free) for worker in workers)))
+            released = sum(await asyncio.gather(*(self._end(worker, ended, free) for worker in workers)))
+            return min(released, _MOST_BLOCKS)
 
     async def _end(self, worker: WorkerHandle, ended: worker_pb2.EndSessionRequest, free: asyncio.Semaphore) -> int:
         async with free:

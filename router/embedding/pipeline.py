@@ -127,13 +127,14 @@ class VectorRoom:
     """The numbers of all vectors that are being made; requests wait for theirs, in the order in which they came."""
 
     def __init__(self, numbers: int) -> None:
-        self._free = numbers
+        self._most = self._free = numbers
         self._turn = asyncio.Lock()
         self._freed = asyncio.Event()
 
     @asynccontextmanager
     async def hold(self, numbers: int) -> AsyncIterator[None]:
-        """Has room for so many until the context is left."""
+        """Has room for so many until the context is left, or all of it for one vector that is longer."""
+        numbers = min(numbers, self._most)
         async with self._turn:
             while self._free < numbers:
                 self._freed.clear()

@@ -41,7 +41,7 @@ class ServedModel:
             eos_token_ids=frozenset(card.eos_token_ids),
             tokenizer=tokenizer,
             images=card.images if card.HasField("images") else None,
-            embedding=card.embedding if card.HasField("embedding") else None,
+            embedding=_embedding(card),
             drawing=card.image_generation if card.HasField("image_generation") else None,
             block_tokens=card.layout.block_tokens,
             block_bytes=card.layout.block_bytes,
@@ -139,6 +139,14 @@ class ServedModel:
     def can_chat(self) -> bool:
         """True if conversations can be rendered."""
         return self.tokenizer is not None and self.tokenizer.can_chat
+
+
+def _embedding(card: worker_pb2.ModelCard) -> model_pb2.EmbeddingRules | None:
+    if not card.HasField("embedding"):
+        return None
+    if not card.embedding.dimensions or not card.embedding.max_input_tokens:
+        raise ValueError("embedding: has no dimensions, or takes no tokens")
+    return card.embedding
 
 
 def _capabilities(card: worker_pb2.ModelCard, tokenizer: Tokenizer | None) -> model_pb2.ModelCapabilities:

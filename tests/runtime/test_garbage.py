@@ -39,15 +39,15 @@ def looked_at() -> Iterator[list[int]]:
 
 
 def test_no_collection_looks_at_many_objects_while_a_million_live(looked_at: list[int]) -> None:
-    living = [[number] for number in range(2_000_000)]
+    living = [[number] for number in range(1_000_000)]
     assert looked_at
     assert max(looked_at) < FEW_OBJECTS
-    assert len(living) == 2_000_000
+    assert len(living) == 1_000_000
 
 
 def test_no_collection_looks_at_many_objects_while_requests_come_and_go(looked_at: list[int]) -> None:
     requests = deque[list[list[int]]](maxlen=50)
-    for _ in range(2_000):
+    for _ in range(500):
         requests.append([[number] for number in range(6_000)])
     assert looked_at
     assert max(looked_at) < FEW_OBJECTS
@@ -64,11 +64,11 @@ def test_cycles_of_a_few_objects_are_found_soon(looked_at: list[int]) -> None:
             nonlocal found
             found += 1
 
-    living = [[number] for number in range(500_000)]
+    living = [[number] for number in range(200_000)]
     for _ in range(100_000):
         Cycle()
     assert found > 80_000
-    assert len(living) == 500_000
+    assert len(living) == 200_000
 
 
 class Process:

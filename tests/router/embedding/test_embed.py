@@ -20,6 +20,7 @@ from baton.errors import BatonError
 from baton.inference.v1 import embed_pb2, generate_pb2, model_pb2, timing_pb2
 from router.config import AdmissionConfig, LimitsConfig, QuotaConfig, QuotasConfig
 from router.embedding.pipeline import VectorRoom
+from runtime.aio import timeout as time_limit
 
 E1, E2 = simulated("e1", "embed"), simulated("e2", "embed")
 
@@ -96,6 +97,15 @@ async def test_more_vectors_than_an_answer_may_have_are_refused_before_any_is_ma
         fewer = await embed(running, *"abcd", dimensions=50)
     assert violations(caught.value) == ["inputs"]
     assert len(fewer.embeddings) == 4
+
+
+async def test_a_vector_that_is_longer_than_all_room_is_made_and_others_after_it() -> None:
+    room = VectorRoom(10)
+    async with time_limit(5):
+        async with room.hold(2**32):
+            pass
+        async with room.hold(10):
+            pass
 
 
 async def test_requests_wait_while_others_have_the_room_for_vectors() -> None:

@@ -82,6 +82,8 @@ async def problem_of(running: Bench, answer: Answer) -> str:
         ({"tokenizer_config_json": "[" * 100_000}, "RecursionError"),
         ({"tokenizer_json": b"{}"}, "Tokenizer"),
         ({"name": "another"}, "another"),
+        ({"embedding": {"max_input_tokens": 8}}, "has no dimensions"),
+        ({"embedding": {"dimensions": 8}}, "takes no tokens"),
     ],
 )
 async def test_a_card_that_cannot_be_used_marks_its_worker_with_the_reason(
