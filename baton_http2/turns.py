@@ -31,6 +31,17 @@ class CallTurns:
             asyncio.get_running_loop().call_soon(self._next_turn)
         step()
 
+    async def wait(self) -> None:
+        """Returns in a turn in which few begin."""
+        begun: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+        def begin() -> None:
+            if not begun.done():
+                begun.set_result(None)
+
+        self.run(begin)
+        await begun
+
     def _next_turn(self) -> None:
         self._left = CALLS_A_TURN
         for _ in range(min(CALLS_A_TURN, len(self._waiting))):

@@ -20,6 +20,7 @@ from baton.errors import BatonError, Draining
 from baton.inference.v1 import generate_pb2
 from baton_http2.input_budget import InputBudget
 from baton_http2.server.methods import Behaviour
+from baton_http2.turns import CallTurns
 from router.drawing.options import find_model
 from router.drawing.pipeline import DrawingPipeline
 from router.openai import embeddings
@@ -112,6 +113,7 @@ class OpenAIApp:
         self._drawing = DrawingPipeline(path)
         models, stored = ModelEndpoints(path.cluster), StoredEndpoints(responses)
         self.running = RunningCalls()
+        self._turns = CallTurns()
         own: dict[str, Mapping[str, Handler]] = {
             "/v1/chat/completions": {"POST": self._chat},
             "/v1/completions": {"POST": self._completions},
@@ -132,6 +134,7 @@ class OpenAIApp:
         if scope["type"] != "http":
             raise RuntimeError(f"unexpected ASGI scope {scope['type']}")
         record_arrival()
+        await self._turns.wait()
         call: Any = HttpCall(scope, receive, send)
         target = self._find(scope["path"], call.invocation_metadata())
         # The server sends no body in answer to HEAD.

@@ -7,6 +7,7 @@ import socket
 from collections.abc import AsyncGenerator, Generator
 from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 
 import structlog
 
@@ -15,6 +16,7 @@ from baton.errors import ConfigError
 from baton_http2.limits import EXCEEDED
 from baton_http2.sockets.accepting import Acceptor, open_sockets
 from baton_http2.sockets.descriptors import longest_idle
+from baton_http2.turns import CallTurns
 from router.config import OpenAIConfig
 from router.openai.app import OpenAIApp
 from rpc.server import SharedLimits
@@ -84,6 +86,7 @@ class _BoundedHttp(HttpToolsProtocol):
     _is_half_closed = False
     _timer: asyncio.TimerHandle | None = None
     shared: SharedLimits
+    turns: CallTurns  # in which calls end whose clients have gone
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         super().connection_made(transport)  # type: ignore[arg-type]
@@ -101,7 +104,7 @@ class _BoundedHttp(HttpToolsProtocol):
         self.shared.output.discard(self)
         if self._timer is not None:
             self._timer.cancel()
-        super().connection_lost(exc)
+        self.turns.run(partial(super().connection_lost, exc))
 
     def data_received(self, data: bytes) -> None:
         self._head_bytes += len(data)
@@ -241,6 +244,7 @@ class _Server(uvicorn.Server):
     def __init__(self, config: uvicorn.Config, shared: SharedLimits) -> None:
         super().__init__(config)
         self._shared = shared
+        self._turns = CallTurns()
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await self.lifespan.startup()
@@ -252,7 +256,7 @@ class _Server(uvicorn.Server):
 
     def _make_protocol(self) -> _BoundedHttp:
         protocol = _BoundedHttp(self.config, self.server_state, self.lifespan.state)
-        protocol.shared = self._shared
+        protocol.shared, protocol.turns = self._shared, self._turns
         return protocol
 
     def begin_exit(self) -> None:

@@ -1,14 +1,13 @@
 """Calls that come together begin in several turns of the loop, so that what runs has its turn between them."""
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable
-from contextlib import asynccontextmanager
 from typing import Any
 
 from hyperframe.frame import RstStreamFrame
 from support.eventually import eventually
 from support.http2.peer import head, message, peer_of
 from support.http2.server import echoing
+from support.loop_turns import each_turn
 from support.servers.shared_stream import Shared, Sharing, get_model
 
 from baton.calls import unary
@@ -25,25 +24,6 @@ CALLS = 3 * CALLS_A_TURN + 1
 TURNS = 2_000
 CANCEL = 8
 MULTIPLEX = "baton.engine.v1.MultiplexService"
-
-
-@asynccontextmanager
-async def each_turn(count: Callable[[], int]) -> AsyncGenerator[list[int], None]:
-    """By how much a count grows in each turn of the loop in which it does."""
-    loop, grown, before = asyncio.get_running_loop(), [], count()
-
-    def look() -> None:
-        nonlocal before, handle
-        if count() > before:
-            grown.append(count() - before)
-        before = count()
-        handle = loop.call_soon(look)
-
-    handle = loop.call_soon(look)
-    try:
-        yield grown
-    finally:
-        handle.cancel()
 
 
 async def test_a_call_alone_begins_at_once() -> None:

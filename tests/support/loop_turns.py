@@ -1,9 +1,9 @@
-"""How long the event loop was held in one piece."""
+"""How long the event loop was held in one piece, and what grew in one turn."""
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 
 from support.calibration import here
@@ -48,3 +48,22 @@ async def assert_never_held(seconds: float, attempt: Callable[[], Awaitable[obje
         if measured.longest_seconds < here(seconds):
             return
     raise AssertionError(f"held for {measured.longest_seconds} s of CPU time by {measured.longest}")
+
+
+@asynccontextmanager
+async def each_turn(count: Callable[[], int]) -> AsyncGenerator[list[int], None]:
+    """By how much a count grows in each turn of the loop in which it does."""
+    loop, grown, before = asyncio.get_running_loop(), [], count()
+
+    def look() -> None:
+        nonlocal before, handle
+        if count() > before:
+            grown.append(count() - before)
+        before = count()
+        handle = loop.call_soon(look)
+
+    handle = loop.call_soon(look)
+    try:
+        yield grown
+    finally:
+        handle.cancel()
