@@ -13,7 +13,7 @@ from contextlib import AsyncExitStack
 from multiprocessing.connection import Connection
 
 from benchmarks.processes import child, received, run_process, run_router, until_told
-from benchmarks.router_overhead import Client, run_workers
+from benchmarks.router_load import Client, run_workers
 from benchmarks.telemetry.variants import CONTROL, OFF, ROUNDS, Comparison, Variant
 from devtools.trace_viewer.api import open_viewer
 from devtools.trace_viewer.store import Bounds
@@ -37,7 +37,7 @@ async def start_router(stack: AsyncExitStack, records: Sequence[WorkerRecord], t
     config = RouterConfig(listen="127.0.0.1:0", drain_seconds=0, tracing=tracing)
     pipe, pid = await stack.enter_async_context(child(run_router, config))
     pipe.send(records)
-    client = Client(await received(pipe), pid, records[0].address)
+    client = Client(await received(pipe))
     stack.push_async_callback(client.close)
     return Variant(client, pid)
 

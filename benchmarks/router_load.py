@@ -1,0 +1,92 @@
+"""The load of benchmarks of the router: simulated workers of two speeds, prompts, and a client.
+
+Prompts are texts of 512 tokens that differ, so they are tokenized, prefilled on one worker and decoded on another.
+"""
+
+import asyncio
+from collections.abc import Iterator
+from contextlib import AsyncExitStack
+from itertools import count
+from multiprocessing.connection import Connection
+
+from baton.inference.v1 import generate_pb2, inference_service_pb2_grpc
+from benchmarks.processes import run_process, until_told
+from discovery.memory import MemoryRegistry
+from router.config import RouterConfig, RoutingConfig
+from rpc.channels import open_channel
+from services.config import WorkerConfig
+from services.engines.simulated.config import SimulatedConfig
+from services.server import host_worker
+
+PROMPT_TOKENS = 512
+TOKENS = 128
+TOKENS_PER_SECOND = 30
+CONNECTIONS = 8  # of the client
+PACED, FLAT = "paced", "flat"
+# Every prompt is prefilled on one worker and decoded on another, whatever that would gain.
+SEPARATE = RoutingConfig(policy="least_loaded")
+ROUTER = RouterConfig(listen="127.0.0.1:0", metrics_listen="127.0.0.1:0", drain_seconds=0, routing=SEPARATE)
+
+
+def run_workers(pipe: Connection) -> None:
+    """Serves each role of each model until the pipe ends."""
+
+    async def serve() -> None:
+        registry = MemoryRegistry("benchmark")
+        async with AsyncExitStack() as stack:
+            for model, step_seconds in ((PACED, 1 / TOKENS_PER_SECOND), (FLAT, 0.0)):
+                for role in ("prefill", "decode"):
+                    config = worker_config(model, role, step_seconds if role == "decode" else 0.0)
+                    await stack.enter_async_context(host_worker(config, registry))
+            pipe.send(registry.workers())
+            await until_told(pipe)
+
+    run_process(serve)
+
+
+def worker_config(model: str, role: str, step_seconds: float) -> WorkerConfig:
+    return WorkerConfig(
+        worker_id=f"{model}-{role}",
+        roles=(role,),  # type: ignore[arg-type]
+        engine=SimulatedConfig(
+            name=model,
+            num_blocks=65536,
+            block_bytes=64,
+            decode_step_seconds=step_seconds,
+            max_context_tokens=1024,
+            max_batch=1024,
+        ),
+        transports=("shm",),
+        drain_seconds=0,
+    )
+
+
+class Client:
+    """Sends loads through several connections."""
+
+    def __init__(self, address: str) -> None:
+        self._channels = [open_channel(address) for _ in range(CONNECTIONS)]
+        self._stubs = [inference_service_pb2_grpc.InferenceServiceStub(channel) for channel in self._channels]
+        self._prompts = prompts()
+
+    async def close(self) -> None:
+        for channel in self._channels:
+            await channel.close()
+
+    async def streams(self, model: str, streams: int) -> int:
+        """Streams of many tokens, the paced ones of which start within one second; how many tokens came."""
+        spread = 1.0 / streams if model == PACED else 0.0
+        return sum(await asyncio.gather(*(self._stream(model, index, index * spread) for index in range(streams))))
+
+    async def _stream(self, model: str, index: int, delay: float) -> int:
+        await asyncio.sleep(delay)
+        request = generate_pb2.GenerateRequest(model=model, prompt=next(self._prompts))
+        request.stopping.max_tokens = TOKENS
+        events = self._stubs[index % CONNECTIONS].Generate(request)
+        return sum([len(event.token.token_ids) async for event in events])
+
+
+def prompts(first: int = 0) -> Iterator[str]:
+    """Texts of 512 bytes, which are tokens here, without common prefixes, numbered from `first` on."""
+    for number in count(first):
+        yield f"{number:08d} {'the quick brown fox jumps over the lazy dog ' * 12}"[:PROMPT_TOKENS]
