@@ -16,7 +16,7 @@ from pathlib import Path
 
 import psutil
 from grpc_health.v1 import health_pb2, health_pb2_grpc
-from support.cluster.forked import MODULES, ForkedProcess
+from support.cluster.forked import ForkedProcess, may_be_forked
 from support.cluster.processes import ROOT
 from support.cluster.progress import LONGEST_SECONDS, STALLED_SECONDS, Progress
 from support.cluster.server_kind import OVERRIDES
@@ -101,8 +101,7 @@ class Node:
         if self.openai:
             more = (f"openai.listen={self.openai}", *more)
         arguments, environment = [*self._overrides, *more], {**os.environ, **self._environment}
-        # A keeper takes the place of its process, and is as it would be without a test.
-        if self._module in MODULES and not any(each.startswith("keep_memory") for each in arguments):
+        if may_be_forked(self._module, arguments, environment):
             self._popen = ForkedProcess(self._module, arguments, environment, self.log)
             return
         command = [sys.executable, "-m", self._module, *arguments]
