@@ -20,7 +20,7 @@ import psutil
 from baton.inference.v1 import generate_pb2, inference_service_pb2_grpc
 from benchmarks.processes import child, cpu_nanoseconds, received, run_router
 from benchmarks.request_cost import patient_router
-from benchmarks.router_load import CONNECTIONS, FLAT, PACED, prompts, run_workers
+from benchmarks.router_overhead import CONNECTIONS, FLAT, PACED, prompts, run_workers
 from rpc.channels import open_channel
 
 _TOKENS, _SETTLE_SECONDS = 480, 1.5

@@ -33,7 +33,7 @@ from baton.inference.v1 import generate_pb2, inference_service_pb2_grpc
 from benchmarks.loop_lag import LagProbe
 from benchmarks.peers.workers import run_viewer
 from benchmarks.processes import child, cpu_nanoseconds, received, routing, run_process
-from benchmarks.router_load import CONNECTIONS, FLAT, SEPARATE, prompts, run_workers
+from benchmarks.router_overhead import CONNECTIONS, FLAT, SEPARATE, prompts, run_workers
 from discovery.record import WorkerRecord
 from router.config import AdmissionConfig, ProbeConfig, RouterConfig
 from rpc.channels import open_channel

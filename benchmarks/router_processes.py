@@ -25,7 +25,7 @@ from benchmarks.peers.clients.grpc_client import GrpcClient
 from benchmarks.peers.clients.load import FLAT
 from benchmarks.peers.cores import cpu_of_tree, on_cores, running
 from benchmarks.processes import child, received, run_process, until_told
-from benchmarks.router_load import prompts, worker_config
+from benchmarks.router_overhead import prompts, worker_config
 from benchmarks.two_gpus.report import table
 from cli.local.ports import free_port
 from discovery.config import RegistryConfig

@@ -16,7 +16,7 @@ from collections.abc import Iterator, Sequence
 from baton.inference.v1 import generate_pb2
 from benchmarks.processes import cpu_nanoseconds
 from benchmarks.request_cost import Router, add_arguments, routers_of
-from benchmarks.router_load import CONNECTIONS, PACED, prompts
+from benchmarks.router_overhead import CONNECTIONS, PACED, prompts
 
 # As many as the workers' context has room for beside the prompt: 16 seconds.
 _TOKENS = 480

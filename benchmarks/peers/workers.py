@@ -9,7 +9,7 @@ from typing import Any
 from benchmarks.peers.clients.load import STEP_SECONDS
 from benchmarks.peers.clients.steps import StepLog
 from benchmarks.processes import child, received, run_process, until_told
-from benchmarks.router_load import worker_config
+from benchmarks.router_overhead import worker_config
 from devtools.trace_viewer.api import open_viewer
 from devtools.trace_viewer.store import Bounds
 from discovery.memory import MemoryRegistry

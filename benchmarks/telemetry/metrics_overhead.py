@@ -16,7 +16,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 
 from benchmarks.processes import child, received, routing, run_process, until_told
-from benchmarks.router_load import Client, run_workers
+from benchmarks.router_overhead import Client, run_workers
 from benchmarks.telemetry.variants import CONTROL, OFF, ROUNDS, Comparison, Variant
 from discovery.record import WorkerRecord
 from router.config import RouterConfig

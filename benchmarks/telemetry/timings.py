@@ -32,7 +32,7 @@ from PIL import Image
 
 from baton.inference.v1 import generate_pb2, media_pb2, timing_pb2
 from benchmarks.processes import child, received, run_process, run_router, until_told
-from benchmarks.router_load import ROUTER
+from benchmarks.router_overhead import ROUTER
 from benchmarks.telemetry.stamped_call import Stamped, StampedConnection
 from discovery.memory import MemoryRegistry
 from engine_protocol.roles import Role

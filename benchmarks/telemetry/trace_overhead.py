@@ -13,7 +13,7 @@ from contextlib import AsyncExitStack
 from multiprocessing.connection import Connection
 
 from benchmarks.processes import child, received, run_process, run_router, until_told
-from benchmarks.router_load import Client, run_workers
+from benchmarks.router_overhead import Client, run_workers
 from benchmarks.telemetry.variants import CONTROL, OFF, ROUNDS, Comparison, Variant
 from devtools.trace_viewer.api import open_viewer
 from devtools.trace_viewer.store import Bounds

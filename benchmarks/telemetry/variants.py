@@ -11,7 +11,7 @@ import statistics
 from collections.abc import Mapping, Sequence
 
 from benchmarks.processes import cpu_nanoseconds
-from benchmarks.router_load import FLAT, PACED, Client
+from benchmarks.router_overhead import FLAT, PACED, Client
 
 OFF, CONTROL = "off", "off again"
 STREAMS = 16

@@ -10,7 +10,7 @@ from typing import Any, Final, Generic, Protocol, TypeVar
 import numpy
 from numpy.typing import NDArray
 
-from benchmarks.router_load import prompts
+from benchmarks.router_overhead import prompts
 from runtime.aio import timeout
 
 PROMPT_TOKENS: Final = 512

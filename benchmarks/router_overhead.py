@@ -1,6 +1,7 @@
 """The load of benchmarks of the router: simulated workers of two speeds, prompts, and a client.
 
 Prompts are texts of 512 tokens that differ, so they are tokenized, prefilled on one worker and decoded on another.
+Programs that run beside another checkout import its file of this name.
 """
 
 import asyncio
