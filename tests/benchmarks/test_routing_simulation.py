@@ -9,12 +9,12 @@ from benchmarks.routing.closed_loop import ClosedLoop
 from benchmarks.routing.simulation import Plan, Result, simulate
 from devtools.bench.traces import TracedRequest, generate_trace, ideal_hit_rate
 
-REQUESTS = 1000
+REQUESTS = 1500
 
 
 @cache
 def trace(seed: int) -> tuple[TracedRequest, ...]:
-    return tuple(generate_trace(seed, REQUESTS, 400.0))
+    return tuple(generate_trace(seed, REQUESTS, 600.0))
 
 
 @cache
