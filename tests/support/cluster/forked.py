@@ -10,24 +10,19 @@ from collections.abc import Mapping, Sequence
 from importlib import import_module
 from pathlib import Path
 
-from support.engines.device import DEVICE
-
 _context = multiprocessing.get_context("forkserver")
-# The main module, too: each process would import it again. Importing these starts no threads; with a GPU torch is left
-# to each process, since a driver that has begun cannot be forked.
+# The main module, too: each process would import it again. Nothing of it starts threads, or imports torch.
 _context.set_forkserver_preload(
     ["__main__", "router.__main__", "router.server", "services.__main__", "services.engines.simulated.engine"]
-    + (["services.engines.pytorch.engine"] if DEVICE == "cpu" else [])
 )
-# A keeper takes the place of its process, and engines of other packages begin with their own environment.
-_NOT_FORKED = ("keep_memory", "vllm", "trtllm")
 _PATH = os.environ.get("PYTHONPATH")  # as the process has it that is forked
 
 
 def may_be_forked(module: str, arguments: Sequence[str], environment: Mapping[str, str]) -> bool:
-    """True for what begins as `python -m MODULE ARGUMENTS` would."""
-    is_known = module in ("router", "services") and environment.get("PYTHONPATH") == _PATH
-    return is_known and not any(name in each for each in arguments for name in _NOT_FORKED)
+    """True for routers and workers with the simulated engine. A keeper takes the place of its process."""
+    is_known = module == "router" or (module == "services" and any("simulated" in each for each in arguments))
+    keeps = any("keep_memory" in each for each in arguments)
+    return is_known and not keeps and environment.get("PYTHONPATH") == _PATH
 
 
 class ForkedProcess:
