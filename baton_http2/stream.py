@@ -191,24 +191,19 @@ class Stream:
             if not inbox.wants_more and inbox.size * 2 > RECEIVE_WINDOW:
                 return
             if inbox.partial_length > RECEIVE_WINDOW:
-                if not self._is_counted(inbox.partial_length - inbox.partial_size):
+                if self._large is None:
+                    self._large = LargeMessage(partial(self._owner.reserve, self))
+                if not self._large.is_counted(inbox.partial_length - inbox.partial_size):
                     return
                 inbox.make_room()
         self._receive_window = RECEIVE_WINDOW
         self._output.send(window_update(self.id, used))
 
-    def _is_counted(self, missing: int) -> bool:
-        if self._large is None:
-            self._large = LargeMessage(partial(self._owner.reserve, self))
-        return self._large.is_counted(missing)
-
     def _drop_input(self) -> None:
         """Drops the input that has not been read."""
         self.ignores_input = True
-        held = 0
-        if self._large is not None:
-            held = self._large.drop()
-            self._large = None
+        large, self._large = self._large, None
+        held = 0 if large is None else large.drop()
         if self._inbox is not None:
             held += self._inbox.size
             self._inbox.clear()
@@ -280,7 +275,7 @@ class Stream:
                 output.schedule()
             return output.waiting_bytes == 0 or self.is_writable(0)
         if not self.closed and self._trailers is None:
-            self._keep(PREFIX.pack(flag, size - 5) + message)
+            self.write_raw(PREFIX.pack(flag, size - 5) + message)
         return self.is_writable(0)
 
     def flush(self) -> None:
@@ -288,8 +283,12 @@ class Stream:
         self._output.flush_early()
 
     def write_raw(self, content: bytes) -> None:
-        """Sends bytes that are no message of gRPC's."""
-        self._keep(content)
+        """Sends bytes as they are, or keeps what the windows do not allow yet."""
+        if self._pending is _NOTHING:
+            self._pending = bytearray()
+        self._pending += content
+        self._output.waiting_bytes += len(content)
+        self._pump_or_wait()
 
     def finish(self, trailers: bytes) -> None:
         """Ends the answer, after what waits."""
@@ -384,13 +383,6 @@ class Stream:
         if self.can_pump:
             output.wait(self.pump)
         return max(sent, 0)
-
-    def _keep(self, content: bytes) -> None:
-        if self._pending is _NOTHING:
-            self._pending = bytearray()
-        self._pending += content
-        self._output.waiting_bytes += len(content)
-        self._pump_or_wait()
 
     def _pump_or_wait(self) -> None:
         if self.can_pump:

@@ -71,8 +71,6 @@ async def _run(plan: _Plan, etcd: str, folder: Path) -> Report:
     )
     async with fleet(fleet_plan, folder) as running:
         routers = [node for node in running.nodes.values() if node.role == "router"]
-        for router in routers:
-            router.is_forked = True
         streams = _streams(plan, routers)
         # As routers do: a full collection of this process is no pause of a stream.
         exempt_living_objects()

@@ -70,9 +70,6 @@ _MAX_RANKS = 512  # a router looks at each for every request: measured 0.5 ms fo
 # The capability of workers that take the calls of one router over a shared stream.
 MULTIPLEX = "multiplex"
 
-# The capability of those whose load can be watched over that stream, too.
-MULTIPLEXED_LOAD = "multiplexed_load"
-
 # The capability of workers that serve adapters, and tell which by WorkerService.WatchLoras.
 LORA = "lora"
 

@@ -201,20 +201,9 @@ async def serve(
     reading = ThreadPoolExecutor(1, thread_name_prefix="read-requests")
     interceptor = WrapMethods(wrappers, Reader(limits.reading(), reading, texts))
     if (kind or default_server()) == "http2":
-        shared = shared or SharedLimits.of(limits)
-        server: AnyServer = Http2Server(
-            [interceptor],
-            limits.server_limits(),
-            refuse=_refuse_by(access),
-            input=shared.input,
-            output=shared.output,
-            open_connections=shared.connections,
-        )
+        server: AnyServer = _http2_server(interceptor, limits, shared or SharedLimits.of(limits), access)
     else:
-        # Not by default: a second server could listen on the same port by mistake, and would get half of the calls.
-        sharing = ("grpc.so_reuseport", int(shares_port))
-        interceptors = [RecordArrivals(), interceptor, AddReplies()]
-        server = aio.server(interceptors=interceptors, options=(*_OPTIONS, sharing, *limits.options()))
+        server = _grpcio_server(interceptor, limits, shares_port=shares_port)
     _add(server, (*services, *(make(interceptor, limits) for make in around)), health)
     port = _bind(server, listen, tls, sockets, shares_port=shares_port)
     try:
@@ -226,6 +215,26 @@ async def serve(
             await _stop(server, running, announce_seconds, drain_seconds)
         finally:
             reading.shutdown(wait=False, cancel_futures=True)
+
+
+def _http2_server(
+    interceptor: WrapMethods, limits: ConnectionLimits, shared: SharedLimits, access: Access | None
+) -> Http2Server:
+    return Http2Server(
+        [interceptor],
+        limits.server_limits(),
+        refuse=_refuse_by(access),
+        input=shared.input,
+        output=shared.output,
+        open_connections=shared.connections,
+    )
+
+
+def _grpcio_server(interceptor: WrapMethods, limits: ConnectionLimits, *, shares_port: bool) -> aio.Server:
+    # Not by default: a second server could listen on the same port by mistake, and would get half of the calls.
+    sharing = ("grpc.so_reuseport", int(shares_port))
+    interceptors = [RecordArrivals(), interceptor, AddReplies()]
+    return aio.server(interceptors=interceptors, options=(*_OPTIONS, sharing, *limits.options()))
 
 
 def _refuse_by(access: Access | None) -> Refuse | None:

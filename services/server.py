@@ -9,7 +9,7 @@ import structlog
 
 from baton.engine.v1 import handoff_pb2_grpc, worker_pb2_grpc
 from discovery.config import open_registry
-from discovery.record import MULTIPLEX, MULTIPLEXED_LOAD
+from discovery.record import MULTIPLEX
 from discovery.registry import Registry, WorkerRecord
 from engine_protocol.multiplex.service import multiplex
 from engine_protocol.roles import load, role_kinds
@@ -241,7 +241,7 @@ def _record(worker: Worker) -> WorkerRecord:
         engine=facts.engine,
         layout_digest=facts.layout.digest,
         max_context_tokens=facts.max_context_tokens,
-        capabilities=(*worker.engines.capabilities, MULTIPLEX, MULTIPLEXED_LOAD, *own),
+        capabilities=(*worker.engines.capabilities, MULTIPLEX, *own),
         data_parallel_ranks=facts.data_parallel_ranks,
         certificate=worker.identity.certificate,
         layout=facts.layout.in_words,

@@ -17,7 +17,10 @@ share_the_machine()
 
 # What takes longest: it begins first, or one process would end with it while the others have nothing left.
 LONGEST = (
-    "tests/simulation/test_simulation.py",
+    "tests/simulation/test_",
+    "tests/services/sleeping/test_sleepers_kept_decodes.py",
+    "tests/services/engines/diffusers/test_drawing_ranks.py",
+    "tests/services/engines/pytorch/kv_cache/test_kept_cache.py",
     "tests/deploy/test_restart_behind_envoy.py",
     "tests/services/engines/pytorch/test_device_faults.py",
     "tests/e2e/",

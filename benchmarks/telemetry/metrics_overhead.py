@@ -7,14 +7,16 @@ where each token has its own message. A scrape is measured separately.
 
 import argparse
 import asyncio
+import os
 import statistics
 import urllib.request
 from collections.abc import Sequence
 from contextlib import AsyncExitStack
 from multiprocessing.connection import Connection
+from pathlib import Path
 
 from benchmarks.processes import child, received, routing, run_process, until_told
-from benchmarks.router_overhead import Client, cpu_seconds, run_workers
+from benchmarks.router_overhead import Client, run_workers
 from benchmarks.telemetry.variants import CONTROL, OFF, ROUNDS, Comparison, Variant
 from discovery.record import WorkerRecord
 from router.config import RouterConfig
@@ -53,21 +55,27 @@ class Router(Variant):
 
     async def scrape_seconds(self) -> float:
         """CPU seconds of one scrape, from the process's total, because the scrape's thread ends with it."""
-        before = sum(cpu_seconds(self.pid))
+        before = cpu_seconds(self.pid)
         for _ in range(SCRAPES):
             await asyncio.to_thread(self._scrape)
-        return (sum(cpu_seconds(self.pid)) - before) / SCRAPES
+        return (cpu_seconds(self.pid) - before) / SCRAPES
 
     def _scrape(self) -> None:
         with urllib.request.urlopen(f"http://127.0.0.1:{self.metrics_port}/metrics", timeout=5) as answer:
             answer.read()
 
 
+def cpu_seconds(pid: int) -> float:
+    """User and system time of a process, in ticks of 10 ms."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
 async def start_router(stack: AsyncExitStack, records: Sequence[WorkerRecord], name: str) -> Router:
     pipe, pid = await stack.enter_async_context(child(run_router))
     pipe.send((records, name == ON))
     address, metrics_port = await received(pipe)
-    client = Client(address, pid, records[0].address)
+    client = Client(address)
     stack.push_async_callback(client.close)
     return Router(client, pid, metrics_port)
 

@@ -37,7 +37,7 @@ async def start_router(stack: AsyncExitStack, records: Sequence[WorkerRecord], t
     config = RouterConfig(listen="127.0.0.1:0", drain_seconds=0, tracing=tracing)
     pipe, pid = await stack.enter_async_context(child(run_router, config))
     pipe.send(records)
-    client = Client(await received(pipe), pid, records[0].address)
+    client = Client(await received(pipe))
     stack.push_async_callback(client.close)
     return Variant(client, pid)
 

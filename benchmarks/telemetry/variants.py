@@ -29,8 +29,8 @@ class Variant:
     async def cost(self, model: str) -> float:
         """Microseconds of CPU for each token, of all the router's threads."""
         before = cpu_nanoseconds(self.pid)
-        load = await self.client.streams("", model, STREAMS)
-        return (cpu_nanoseconds(self.pid) - before) / load.tokens / 1000
+        tokens = await self.client.streams(model, STREAMS)
+        return (cpu_nanoseconds(self.pid) - before) / tokens / 1000
 
 
 class Comparison:
@@ -41,7 +41,7 @@ class Comparison:
 
     async def measure(self, variants: Mapping[str, Variant]) -> None:
         """Runs a round with new routers."""
-        await asyncio.gather(*(variant.client.streams("warm-up", FLAT, STREAMS) for variant in variants.values()))
+        await asyncio.gather(*(variant.client.streams(FLAT, STREAMS) for variant in variants.values()))
         for model, count in TURNS.items():
             for _ in range(count):
                 each = await asyncio.gather(*(variant.cost(model) for variant in variants.values()))

@@ -62,8 +62,6 @@ class DecodeReading:
             match response.WhichOneof("event"):
                 case "tokens":
                     await self._read_tokens(response.tokens, decode.worker)
-                    if state.suspects is not None:
-                        state.suspects.answered(decode.worker)
                     if state.completion.finished is not None:
                         if state.ends_here:
                             return
@@ -76,20 +74,7 @@ class DecodeReading:
                     state.held = state.destination = None
                     call.timing.report(response.accepted.timings)
                 case "finished":
-                    self._check_count(response.finished.num_tokens)
-                    timer.finished(response.finished.timings, len(state.completion.token_ids))
-                    call.timing.report(response.finished.timings)
-                    if not state.completion.token_ids:
-                        raise InvalidReply("the decode stream ended without a token")
-                    if not response.finished.reason and state.completion.finished is None:
-                        raise InvalidReply("the decode stream ended without a reason")
-                    self._found_cached(response.finished.usage)
-                    if response.finished.drafted_tokens:
-                        state.stats.speculated(response.finished.drafted_tokens, response.finished.accepted_tokens)
-                    state.completion.finish(response.finished.reason)
-                    call.timing.is_complete = True
-                    if not state.awaits_answer:
-                        state.await_answer(0)
+                    self._read_end(call, timer, response.finished)
                     # Read on to the status: leaving now would cancel the call on the worker.
                     has_ended = True
                     call.responses.set_sink(None)
@@ -101,9 +86,27 @@ class DecodeReading:
         if not has_ended and not state.ends_here:
             raise Unavailable("the decode stream ended before its last message")
 
+    def _read_end(self, call: DecodeCall, timer: DecodeTimer, finished: decode_pb2.DecodeFinished) -> None:
+        """Ends the completion. Raises InvalidReply if the worker has left out something."""
+        state = self._state
+        self._check_count(finished.num_tokens)
+        timer.finished(finished.timings, len(state.completion.token_ids))
+        call.timing.report(finished.timings)
+        if not state.completion.token_ids:
+            raise InvalidReply("the decode stream ended without a token")
+        if not finished.reason and state.completion.finished is None:
+            raise InvalidReply("the decode stream ended without a reason")
+        self._found_cached(finished.usage)
+        if finished.drafted_tokens:
+            state.stats.speculated(finished.drafted_tokens, finished.accepted_tokens)
+        state.completion.finish(finished.reason)
+        call.timing.is_complete = True
+        if not state.awaits_answer:
+            state.await_answer(0)
+
     def _check_count(self, num_tokens: int) -> None:
         """Raises InvalidReply if the worker has given another number of ids than have come: where the gap is, or what
-        came twice, is not known. Workers of a version before do not say how many.
+        came twice, is not known. A worker that does not count says 0.
         """
         state = self._state
         found = len(state.completion.token_ids)
@@ -169,6 +172,8 @@ class DecodeReading:
         state.meter.passed_on()
         if state.completion.has_overrun:
             raise InvalidReply("tokens came after the end of the answer")
+        if state.suspects is not None:
+            state.suspects.answered(worker)
 
     async def add_tokens(
         self,

@@ -155,7 +155,7 @@ class WorkerCalls:
 
         `sent` is called when the worker has the request, before its answer.
         """
-        tokens, prompts = len(prompt.token_ids), worker.latency.prompts
+        tokens = len(prompt.token_ids)
         with _Calling(self._ctx, timing_pb2.STAGE_PREFILL_COMPUTE, "prefill", worker, tokens) as calling:
             request = prefill_pb2.PrefillRequest(
                 request_id=self._ctx.call_id,
@@ -167,23 +167,12 @@ class WorkerCalls:
             )
             # Messages as arguments are copied in twice the time.
             request.sampling.CopyFrom(self._sampling)
-            asked = self._with_prompt(request, prompt)
-            self._prefills += 1
-            seconds, metadata = self._ctx.deadline.remaining_seconds, self._ctx.worker_metadata(self._prefills)
-            is_done = False
-            work = prompts.begin(tokens)
+            work, is_done = worker.latency.prompts.begin(tokens), False
             try:
-                call: Any = worker.prefill.Prefill(asked, timeout=seconds, metadata=metadata)
-                try:
-                    sent()
-                except BaseException:
-                    cancel(call)
-                    raise
-                answer: Awaitable[prefill_pb2.PrefillResponse] = unary(call)
-                response = await answer_of(answer, worker, self._ctx.call_id, waiting)
+                response = await self._prefilled(worker, self._with_prompt(request, prompt), waiting, sent)
                 is_done = True
             finally:
-                prompts.end(work, is_done=is_done)
+                worker.latency.prompts.end(work, is_done=is_done)
             if calling.span.is_recording:
                 calling.span.set(prefill_attributes(response))
             self._computed_by = calling.span.context
@@ -192,6 +181,20 @@ class WorkerCalls:
             if calling.note is not None:
                 calling.note.holds(response.handoff)
         return response.handoff
+
+    async def _prefilled(
+        self, worker: WorkerHandle, asked: prefill_pb2.PrefillRequest, waiting: Waiting, sent: Callable[[], None]
+    ) -> prefill_pb2.PrefillResponse:
+        self._prefills += 1
+        seconds, metadata = self._ctx.deadline.remaining_seconds, self._ctx.worker_metadata(self._prefills)
+        call: Any = worker.prefill.Prefill(asked, timeout=seconds, metadata=metadata)
+        try:
+            sent()
+        except BaseException:
+            cancel(call)
+            raise
+        answer: Awaitable[prefill_pb2.PrefillResponse] = unary(call)
+        return await answer_of(answer, worker, self._ctx.call_id, waiting)
 
     async def decode(
         self,

@@ -21,7 +21,7 @@ from baton.engine.v1 import (
 from baton.errors import BatonError, EngineFailed
 from baton.inference.v1 import cluster_service_pb2
 from discovery.backoff import Backoff
-from discovery.record import LORA, MULTIPLEX, MULTIPLEXED_LOAD
+from discovery.record import LORA, MULTIPLEX
 from discovery.registry import WorkerRecord
 from engine_protocol.multiplex.channel import multiplexed, separate
 from engine_protocol.multiplex.peer_stream import StreamDialer
@@ -67,8 +67,7 @@ class WorkerHandle:
         self.control = worker_pb2_grpc.WorkerServiceStub(channel)
         # Reports come ten times a second while it works, and each cancelled request has an abort. A call of grpc.aio
         # takes several times as long, and thousands of them fragment the process's memory.
-        sharing = shared if MULTIPLEXED_LOAD in record.capabilities else channel
-        self.shared_control = worker_pb2_grpc.WorkerServiceStub(sharing)
+        self.shared_control = worker_pb2_grpc.WorkerServiceStub(shared)
         self.model: ServedModel | None = None
         self.load = cluster_service_pb2.WorkerLoad()
         self.wake_seconds = 0.0

@@ -4,6 +4,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from pydantic import Field
+
 from runtime.config import Section
 from services.engines.memory.allocation import UNSHARED, AllocationRules
 from services.keeper.client import KeeperClient
@@ -35,6 +37,21 @@ class EngineConfig(Section):
         """
         del roles
         return 0
+
+
+class ExternalEngineConfig(EngineConfig):
+    """The keys that the engines of other packages have in common."""
+
+    max_waiting: int = Field(default=256, ge=1, description="Requests that may wait beyond a full batch.")
+    slow_reader_seconds: float = Field(
+        default=30.0, gt=0, description="An answer that is not read for this long is aborted."
+    )
+    canary_seconds: float | None = Field(
+        default=5.0,
+        gt=0,
+        description="A hung engine is NOT_SERVING within this time: it is asked for a token after half of it without "
+        "progress, and recovers if it answers after all; null never asks.",
+    )
 
 
 @dataclass(frozen=True, slots=True)

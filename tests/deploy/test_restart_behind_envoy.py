@@ -19,9 +19,9 @@ from baton.inference.v1 import model_pb2
 from baton.inference.v1.inference_service_pb2_grpc import InferenceServiceStub
 from rpc.channels import open_channel
 
-STREAMS = 200
+STREAMS = 100
 CONNECTIONS = 4
-# 200 streams of five tokens a second: what a small machine routes with room to spare.
+# 100 streams of five tokens a second: what a small machine routes with room to spare.
 ENGINE = (
     "engine={kind: simulated, name: demo, num_blocks: 8192, block_bytes: 64, decode_step_seconds: 0.2, max_batch: 256}"
 )

@@ -11,21 +11,12 @@ from pathlib import Path
 
 import pytest
 
+from tools import structure
+
 ROOT = Path(__file__).resolve().parents[2]
 CLIENT = ROOT / "packaging" / "client"
 HTTP2 = ROOT / "packaging" / "http2"
-PACKAGES = {
-    "runtime",
-    "rpc",
-    "engine_protocol",
-    "discovery",
-    "grammars",
-    "media",
-    "services",
-    "router",
-    "cli",
-    "devtools",
-}
+PACKAGES = {*structure.PACKAGES} - {"baton", "baton_http2"}
 # Folders that a user may well have where the command is run.
 COMMON_NAMES = ("cli", "client", "devtools", "discovery", "media", "router", "rpc", "runtime", "services")
 

@@ -12,7 +12,7 @@ from simulation.mutants import INVARIANTS_FILE, Mutant, read
 from simulation.plan import PROFILES, from_values, make_plan
 
 ROOT = Path(__file__).resolve().parents[2]
-_SAMPLE_SECONDS = 30
+_SAMPLE_SECONDS = 15
 
 
 def python(*arguments: str) -> "subprocess.CompletedProcess[str]":
@@ -48,7 +48,7 @@ def test_a_seed_gives_the_same_log_in_two_processes(tmp_path: Path) -> None:
 
 @pytest.mark.timeout(300)
 def test_seeds_of_each_profile_give_the_same_log_twice() -> None:
-    done = simulate("--repeat", "3", "--seeds", "0:0", "--requests", "25")
+    done = simulate("--repeat", "3", "--seeds", "0:0", "--requests", "15")
     assert done.returncode == 0, done.stdout + done.stderr[-3000:]
     assert "3 seeds twice: 0 differ" in done.stdout
 

@@ -11,7 +11,7 @@ from typing import Literal
 from pydantic import Field, field_validator
 
 from runtime.config import Section
-from services.engines.context import EngineConfig
+from services.engines.context import ExternalEngineConfig
 
 CapacityPolicy = Literal["GUARANTEED_NO_EVICT", "MAX_UTILIZATION", "STATIC_BATCH"]
 TransceiverBackend = Literal["DEFAULT", "UCX", "NIXL", "MOONCAKE", "MPI"]
@@ -167,7 +167,7 @@ EXPERIMENTAL = "it has not been run on real TensorRT-LLM yet"
 MAX_NODES = 1024
 
 
-class TrtllmConfig(EngineConfig):
+class TrtllmConfig(ExternalEngineConfig):
     """Options of the TensorRT-LLM engine, which is experimental: it has not been run on real TensorRT-LLM yet.
 
     Its own arguments come from three places, the later the stronger: `args`, the YAML file `extra_engine_args`, and the
@@ -196,7 +196,6 @@ class TrtllmConfig(EngineConfig):
         lt=MAX_NODES,
         description="A number that no other worker has, part of handoff ids. If unset, the registry gives one.",
     )
-    max_waiting: int = Field(default=256, ge=1, description="Requests that may wait beyond a full batch.")
     max_handoff_tokens: int | None = Field(
         default=None, ge=1, description="The most tokens of handoffs that may wait to be fetched."
     )
@@ -206,15 +205,6 @@ class TrtllmConfig(EngineConfig):
         default=5.0,
         gt=0,
         description="How long the engine may take to end an aborted request; it then counts as ended.",
-    )
-    slow_reader_seconds: float = Field(
-        default=30.0, gt=0, description="An answer that is not read for this long is aborted."
-    )
-    canary_seconds: float | None = Field(
-        default=5.0,
-        gt=0,
-        description="A hung engine is NOT_SERVING within this time: it is asked for a token after half of it without "
-        "progress, and recovers if it answers after all; null never asks.",
     )
     canary_patience_seconds: float = Field(
         default=8.0, gt=0, description="The engine has failed if that token does not come within this time."

@@ -11,7 +11,7 @@ from pydantic import ByteSize, Field, model_validator
 from typing_extensions import Self
 
 from runtime.config import Section
-from services.engines.context import EngineConfig
+from services.engines.context import ExternalEngineConfig
 from services.engines.lora.options import LoraOptions
 
 BLOCK_MULTIPLE = 32
@@ -80,7 +80,7 @@ class TierSettings(Section):
     host_bytes: ByteSize = Field(gt=0, description="Host memory of all ranks of an engine together, pinned by vLLM.")
 
 
-class VllmConfig(EngineConfig):
+class VllmConfig(ExternalEngineConfig):
     """Options of the vLLM engine: one AsyncLLM in the worker's process, whose core and workers are its children.
 
     Its own arguments come from three places, the later the stronger: `args`, the YAML file `extra_engine_args`, and the
@@ -106,19 +106,9 @@ class VllmConfig(EngineConfig):
     lora: LoraOptions | None = Field(default=None, description="Adapters; null serves none.")
     kv_events: bool = Field(default=True, description="Whether the contents of the prefix cache are reported.")
     kv_event_steps: int = Field(default=10_000, ge=1, description="Steps of events that vLLM keeps for a replay.")
-    max_waiting: int = Field(default=256, ge=1, description="Requests that may wait beyond a full batch.")
     start_seconds: float = Field(default=900.0, gt=0, description="The longest time that loading may take.")
     abort_seconds: float = Field(
         default=10.0, gt=0, description="How long vLLM may take to free an aborted request's blocks."
-    )
-    slow_reader_seconds: float = Field(
-        default=30.0, gt=0, description="An answer that is not read for this long is aborted."
-    )
-    canary_seconds: float | None = Field(
-        default=5.0,
-        gt=0,
-        description="A hung engine is NOT_SERVING within this time: it is asked for a token after half of it without "
-        "progress, and recovers if it answers after all; null never asks.",
     )
     canary_patience_seconds: float = Field(
         default=30.0, gt=0, description="The engine has failed if that token does not come within this time."

@@ -321,7 +321,7 @@ RECORDS: list[dict[str, Any]] = [
     {"max_context_tokens": 2**64 - 1, "data_parallel_ranks": 512},
     {"max_context_tokens": 0},
     {"offers": (), "reads": ("carrier pigeon",)},
-    {"capabilities": ("multiplex", "lora", "early_handoff", "allocates_first", "multiplexed_load")},
+    {"capabilities": ("multiplex", "lora", "early_handoff", "allocates_first")},
 ]
 
 

@@ -199,7 +199,7 @@ async def test_cards_of_encoders_and_readers_agree_on_images(encode: Running, pr
 async def test_the_record_says_that_the_model_takes_images(encode: Running) -> None:
     [record] = encode.registry.workers()
     assert record.roles == ("encode",)
-    assert record.capabilities == ("images", "multiplex", "multiplexed_load")
+    assert record.capabilities == ("images", "multiplex")
 
 
 def item(data: bytes, mime_type: str = "") -> media_pb2.MediaItem:

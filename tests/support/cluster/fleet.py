@@ -16,7 +16,7 @@ from pathlib import Path
 
 import psutil
 from grpc_health.v1 import health_pb2, health_pb2_grpc
-from support.cluster.forked import ForkedRouter
+from support.cluster.forked import ForkedProcess, may_be_forked
 from support.cluster.processes import ROOT
 from support.cluster.progress import LONGEST_SECONDS, STALLED_SECONDS, Progress
 from support.cluster.server_kind import OVERRIDES
@@ -65,10 +65,10 @@ class Node:
         self.proxy = TcpProxy(self.direct)
         self.log = folder / f"{name}.log"
         listening = [f"listen={self.direct}", f"metrics_listen='{metrics}'"]
-        self._command = [sys.executable, "-m", module, *overrides, *OVERRIDES, *listening]
-        self._popen: subprocess.Popen[bytes] | ForkedRouter | None = None
+        self._module = module
+        self._overrides = [*overrides, *OVERRIDES, *listening]
+        self._popen: subprocess.Popen[bytes] | ForkedProcess | None = None
         self.is_proxied = True
-        self.is_forked = False  # a router whose next start takes no core for a second or two
 
     @property
     def address(self) -> str:
@@ -100,12 +100,12 @@ class Node:
             more = (f"advertise={self.address}", *more)
         if self.openai:
             more = (f"openai.listen={self.openai}", *more)
-        command = [*self._command, *more]
-        if self.is_forked:
-            self._popen = ForkedRouter(command[3:], self.log)
+        arguments, environment = [*self._overrides, *more], {**os.environ, **self._environment}
+        if may_be_forked(self._module, arguments, environment):
+            self._popen = ForkedProcess(self._module, arguments, environment, self.log)
             return
+        command = [sys.executable, "-m", self._module, *arguments]
         with self.log.open("ab") as output:
-            environment = {**os.environ, **self._environment}
             self._popen = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=output, stderr=output)
 
     def kill(self) -> None:

@@ -1,24 +1,36 @@
-"""A router that is forked from a process which has imported it: a process as any other, but its start takes little."""
+"""Routers and workers that are forked from a process which has imported them: processes as any other, but their start
+takes little.
+"""
 
 import multiprocessing
 import os
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from importlib import import_module
 from pathlib import Path
 
-from router.__main__ import main
-
 _context = multiprocessing.get_context("forkserver")
-# The main module, too: each process would import it again.
-_context.set_forkserver_preload(["__main__", "router.server", "support.cluster.forked"])
+# The main module, too: each process would import it again. Nothing of it starts threads, or imports torch.
+_context.set_forkserver_preload(
+    ["__main__", "router.__main__", "router.server", "services.__main__", "services.engines.simulated.engine"]
+)
+_PATH = os.environ.get("PYTHONPATH")  # as the process has it that is forked
 
 
-class ForkedRouter:
-    """Runs a router with these overrides. The part of subprocess.Popen that a Node needs."""
+def may_be_forked(module: str, arguments: Sequence[str], environment: Mapping[str, str]) -> bool:
+    """True for routers and workers with the simulated engine. A keeper takes the place of its process."""
+    is_known = module == "router" or (module == "services" and any("simulated" in each for each in arguments))
+    keeps = any("keep_memory" in each for each in arguments)
+    return is_known and not keeps and environment.get("PYTHONPATH") == _PATH
 
-    def __init__(self, overrides: Sequence[str], log: Path) -> None:
-        self._process = _context.Process(target=_run, args=(tuple(overrides), log))
+
+class ForkedProcess:
+    """Runs `python -m MODULE ARGUMENTS`. The part of subprocess.Popen that a Node needs."""
+
+    def __init__(self, module: str, arguments: Sequence[str], environment: Mapping[str, str], log: Path) -> None:
+        given = (module, tuple(arguments), dict(environment), log)
+        self._process = _context.Process(target=_run, args=given)
         self._process.start()
         assert self._process.pid is not None
         self.pid = self._process.pid
@@ -31,13 +43,15 @@ class ForkedRouter:
         """Waits for its end. Raises TimeoutExpired."""
         self._process.join(timeout)
         if self._process.exitcode is None:
-            raise subprocess.TimeoutExpired("router", timeout)
+            raise subprocess.TimeoutExpired(self._process.name, timeout)
         return self._process.exitcode
 
 
-def _run(overrides: Sequence[str], log: Path) -> None:
+def _run(module: str, arguments: Sequence[str], environment: Mapping[str, str], log: Path) -> None:
     with log.open("ab") as output:
         os.dup2(output.fileno(), 1)
         os.dup2(output.fileno(), 2)
-    sys.argv = ["router", *overrides]
-    main()
+    os.environ.clear()
+    os.environ.update(environment)
+    sys.argv = [module, *arguments]
+    import_module(f"{module}.__main__").main()

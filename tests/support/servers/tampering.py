@@ -24,7 +24,7 @@ from baton.engine.v1 import (
 )
 from baton.errors import BatonError
 from discovery.memory import MemoryRegistry
-from discovery.record import MULTIPLEX, MULTIPLEXED_LOAD
+from discovery.record import MULTIPLEX
 from discovery.registry import WorkerRecord
 from engine_protocol.multiplex.metadata import to_messages
 from rpc.channels import open_channel
@@ -103,7 +103,7 @@ async def tampered(
         channel = await stack.enter_async_context(open_channel(worker.address))
         found = own.workers()[0]
         if not multiplexed:
-            stated = tuple(name for name in found.capabilities if name not in (MULTIPLEX, MULTIPLEXED_LOAD))
+            stated = tuple(name for name in found.capabilities if name != MULTIPLEX)
             found = replace(found, capabilities=stated)
         proxy = Tampered(replace(found, **record), worker=worker)
         services = [_service(proxy, channel, service) for service in _SERVICES]

@@ -65,22 +65,28 @@ def test_a_closed_tier_loses_its_blocks_and_takes_no_more() -> None:
     assert directory.total(KvTier.HOST) == 0
 
 
+class Tiers:
+    """Tiers without memory."""
+
+    def __init__(self, directory: TierDirectory) -> None:
+        self._directory = directory
+
+    def demote(self, evicted: Sequence[tuple[int, bytes]]) -> list[bytes]:
+        return [name for _, name in evicted if self._directory.place(name, may_spill=False) is None]
+
+    def stored(self, block_hash: bytes) -> None:
+        self._directory.drop(block_hash)
+
+    def lose(self, hashes: Sequence[bytes]) -> int:
+        return sum(self._directory.lose(block_hash) for block_hash in hashes)
+
+
 def test_a_pool_tells_once_where_an_evicted_block_went_and_forgets_the_copy_of_what_it_gets_again() -> None:
     heard: list[object] = []
     directory = TierDirectory(1, 0, heard.append)
 
-    class Tiers:
-        def demote(self, evicted: Sequence[tuple[int, bytes]]) -> list[bytes]:
-            return [name for _, name in evicted if directory.place(name, may_spill=False) is None]
-
-        def stored(self, block_hash: bytes) -> None:
-            directory.drop(block_hash)
-
-        def lose(self, hashes: Sequence[bytes]) -> int:
-            return sum(directory.lose(block_hash) for block_hash in hashes)
-
     pool = BlockPool(2, heard.append)
-    pool.lower = Tiers()
+    pool.lower = Tiers(directory)
     [block] = pool.allocate(1)
     pool.store(block, name(1))
     pool.release([block])
@@ -95,18 +101,8 @@ def test_an_ended_session_s_blocks_leave_the_tiers_and_do_not_go_down() -> None:
     heard: list[object] = []
     directory = TierDirectory(4, 0, heard.append)
 
-    class Tiers:
-        def demote(self, evicted: Sequence[tuple[int, bytes]]) -> list[bytes]:
-            return [name for _, name in evicted if directory.place(name, may_spill=False) is None]
-
-        def stored(self, block_hash: bytes) -> None:
-            directory.drop(block_hash)
-
-        def lose(self, hashes: Sequence[bytes]) -> int:
-            return sum(directory.lose(block_hash) for block_hash in hashes)
-
     pool = BlockPool(3, heard.append)
-    pool.lower = Tiers()
+    pool.lower = Tiers(directory)
     blocks = pool.allocate(2)
     for block, number in zip(blocks, (1, 2), strict=True):
         pool.store(block, name(number))
