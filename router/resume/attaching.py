@@ -1,8 +1,7 @@
 """The answers of a handle on their workers: attached to, told of, and forgotten."""
 
-import asyncio
 from collections.abc import Sequence
-from contextlib import AsyncExitStack, suppress
+from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,14 +21,12 @@ from router.workers.handle import WorkerHandle
 from router.workers.replies import check_attached
 from rpc.auth.caller import current_caller
 from rpc.channels import best_effort
-from runtime.aio import gather_or_cancel, timeout, wait_until_done
+from runtime.aio import gather_or_cancel, timeout
 
 log = structlog.get_logger(__name__)
 
 # A worker that has an answer, and does not tell of it in this time, is not waited for.
 _ATTACH_SECONDS = 5.0
-# After so long all workers are asked, whatever the one may say that the handle names.
-_HINTED_SECONDS = 0.5
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,50 +98,6 @@ class KnownAnswer:
     logprobs: Sequence[sampling_pb2.TokenLogprob] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class _Attaching:
-    """A call that attaches to an answer at a worker, and the task that reads its first message."""
-
-    worker: WorkerHandle
-    asked: decode_pb2.AttachRequest
-    call: Any
-    told: "asyncio.Task[decode_pb2.DecodeAttached]"
-
-    async def end(self) -> None:
-        """Closes the call: what it has attached to goes on as before."""
-        self.told.cancel()
-        await wait_until_done(self.told)
-        await self.call.aclose()
-
-
-@dataclass(frozen=True, slots=True)
-class _Calls:
-    """The calls that attach to the answers of one request, for so many seconds; `owned` ends them."""
-
-    request: ResumeRequest
-    seconds: float
-    owned: AsyncExitStack
-    begun: dict[int, _Attaching] = field(default_factory=dict)
-
-    def begin(self, answer: int, worker: WorkerHandle) -> _Attaching:
-        """Makes the call of an answer."""
-        self.owned.enter_context(worker.keep_open())
-        asked = _attach_request(answer, self.request)
-        call: Any = worker.decode.Attach(asked, timeout=self.seconds)
-        attaching = _Attaching(worker, asked, call, asyncio.create_task(first_of(call)))
-        self.owned.push_async_callback(attaching.end)
-        self.begun[answer] = attaching
-        return attaching
-
-    async def at(self, answer: int, worker: WorkerHandle | None) -> _Attaching | None:
-        """The call of an answer at this worker; one at another is closed."""
-        begun = self.begun.get(answer)
-        if begun is not None and begun.worker is not worker:
-            await begun.end()
-            begun = None
-        return begun or (None if worker is None else self.begin(answer, worker))
-
-
 class Attacher:
     """Reads answers on the workers of a cluster."""
 
@@ -154,33 +107,7 @@ class Attacher:
 
     async def attach_all(self, request: ResumeRequest, seconds: float, attached: AsyncExitStack) -> Sequence[Answer]:
         """All answers, attached where a worker has them; none if they all have to be computed again."""
-        calls = _Calls(request, seconds, attached)
-        return await self._where_they_were(calls) or await self._where_they_are(calls)
-
-    async def _where_they_were(self, calls: _Calls) -> Sequence[Adopted]:
-        """All answers at the worker that their handle names; none unless all run there and have their client's ids.
-
-        Another worker may have a later decode, after this one was lost: with the same ids either can go on.
-        """
-        request = calls.request
-        worker = self._finder.hinted(request.handle)
-        if worker is None or not request.message.HasField("request"):
-            return ()
-        begun = [calls.begin(answer, worker) for answer in range(max(1, request.message.request.sampling.n))]
-        if not all(_can_be_sure(one) for one in request.continued.values()):
-            return ()  # all workers are asked while this one answers
-        await asyncio.wait([one.told for one in begun], timeout=_HINTED_SECONDS)
-        if any(not one.told.done() or one.told.exception() is not None for one in begun):
-            return ()
-        with suppress(StreamLost):
-            found = [self._adopted(one.worker, one.asked, one.told.result(), one.call) for one in begun]
-            if all(_is_surely(answer, one, request) for answer, one in enumerate(found)):
-                return found
-        return ()
-
-    async def _where_they_are(self, calls: _Calls) -> Sequence[Answer]:
-        """All answers at the workers that have the latest decode of each."""
-        request, message, handle = calls.request, calls.request.message, calls.request.handle
+        message, handle = request.message, request.handle
         answers = max(1, message.request.sampling.n)
         for _ in range(2):
             call_ids = [answer_call_id(handle.call_id, answer) for answer in range(answers)]
@@ -195,7 +122,8 @@ class Attacher:
             return ()
         try:
             attaching = [
-                self._attach_if_there(calls, answer, workers.get(call_id)) for answer, call_id in enumerate(call_ids)
+                self._attach_if_there(answer, workers.get(call_id), request, seconds, attached)
+                for answer, call_id in enumerate(call_ids)
             ]
             found = await gather_or_cancel(attaching) if answers > 1 else [await attaching[0]]
         except PositionInvalid:
@@ -210,14 +138,23 @@ class Attacher:
             return ()
         return [one or Lost(answer, another) for answer, one in enumerate(found)]
 
-    async def _attach_if_there(self, calls: _Calls, answer: int, worker: WorkerHandle | None) -> Adopted | None:
-        attaching = await calls.at(answer, worker)
-        if attaching is None:
+    async def _attach_if_there(
+        self, answer: int, worker: WorkerHandle | None, request: ResumeRequest, seconds: float, attached: AsyncExitStack
+    ) -> Adopted | None:
+        if worker is None:
             return None
         try:
-            return self._adopted(attaching.worker, attaching.asked, await attaching.told, attaching.call)
+            return await self._attach(worker, _attach_request(answer, request), seconds, attached)
         except StreamLost:
             return None
+
+    async def _attach(
+        self, worker: WorkerHandle, asked: decode_pb2.AttachRequest, seconds: float, attached: AsyncExitStack
+    ) -> Adopted:
+        attached.enter_context(worker.keep_open())
+        call: Any = worker.decode.Attach(asked, timeout=seconds)
+        attached.push_async_callback(call.aclose)
+        return self._adopted(worker, asked, await first_of(call), call)
 
     def _adopted(
         self, worker: WorkerHandle, asked: decode_pb2.AttachRequest, attached: decode_pb2.DecodeAttached, call: Any
@@ -287,18 +224,6 @@ def first_adopted(answers: Sequence[Answer]) -> Adopted:
     """One that a worker has."""
     first = answers[0]
     return first.another if isinstance(first, Lost) else first
-
-
-def _can_be_sure(continued: Continued) -> bool:
-    """True if a client has sent the ids of an answer that it has not got whole."""
-    return len(continued.received) == continued.have.tokens and not continued.have.is_finished
-
-
-def _is_surely(answer: int, one: Adopted, request: ResumeRequest) -> bool:
-    """True if a decode runs and has given all ids that the client has: it can go on whatever other one there is."""
-    attached, continued = one.decode.attached, request.continued.get(answer)
-    received = () if continued is None else continued.received
-    return not attached.is_over and attached.token_ids[: len(received)] == list(received)
 
 
 def _is_computable(answer: int, another: Adopted, request: ResumeRequest) -> bool:

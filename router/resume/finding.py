@@ -66,11 +66,6 @@ class StreamFinder:
         }
         return {call_id: one.worker for call_id, one in best.items()}
 
-    def hinted(self, handle: Handle) -> WorkerHandle | None:
-        """The worker that had the answer when the handle was made, if it is known and has no problem."""
-        hinted = [one for one in self._cluster.workers if handle.hints_at(one.record.worker_id) and not one.problem]
-        return hinted[0] if len(hinted) == 1 and KEEPS_STREAMS in hinted[0].record.capabilities else None
-
     async def _answers(self, call_ids: Sequence[str]) -> _Answers:
         question = self._next
         if question is None:

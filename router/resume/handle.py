@@ -7,7 +7,6 @@ from base64 import urlsafe_b64decode, urlsafe_b64encode
 from binascii import Error
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import lru_cache
 from hashlib import blake2b, sha256
 
 from baton.errors import InvalidRequest
@@ -78,7 +77,6 @@ def owner_sha256(caller: str, tenant: str) -> bytes:
     return sha256(f"{caller}\0{tenant}".encode()).digest()
 
 
-@lru_cache(maxsize=1024)
 def _hint(worker_id: str) -> bytes:
     return blake2b(worker_id.encode(), digest_size=_HINT_BYTES).digest()
 
