@@ -19,6 +19,7 @@ from baton.errors import BatonError, Unavailable
 from rpc.auth.tls import TlsConfig
 from rpc.timeouts import BEST_EFFORT_SECONDS, BEST_EFFORT_UNHEALTHY_SECONDS
 from rpc.tracing.span import current_span
+from runtime.aio import retrieved
 
 
 def open_channel(
@@ -79,9 +80,7 @@ async def best_effort(
     seconds = BEST_EFFORT_SECONDS if healthy else BEST_EFFORT_UNHEALTHY_SECONDS
     try:
         # Within: the start of a call on a channel that is closed fails at once.
-        calling = asyncio.ensure_future(unary(start(seconds)))
-        # Retrieved, so that asyncio does not log an error as lost that comes when the caller has left.
-        calling.add_done_callback(lambda done: done.cancelled() or done.exception())
+        calling = retrieved(asyncio.ensure_future(unary(start(seconds))))
         return await asyncio.shield(calling)
     except BatonError as error:
         log.debug("best-effort call failed", error=error.message)

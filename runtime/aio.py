@@ -23,6 +23,7 @@ __all__ = [
     "forget_frames",
     "gather_or_cancel",
     "leaf_errors",
+    "retrieved",
     "run_to_completion",
     "run_with_background",
     "sleep_together",
@@ -33,6 +34,7 @@ __all__ = [
 ]
 
 Result = TypeVar("Result")
+Work = TypeVar("Work", bound="asyncio.Future[Any]")
 
 
 async def gather_or_cancel(coroutines: Iterable[Coroutine[Any, Any, Result]]) -> list[Result]:
@@ -106,6 +108,12 @@ def forget_cancellation(task: "asyncio.Future[Any]") -> None:
     """Frees the frames of a task that was cancelled, which it keeps until it is asked. A callback for its end."""
     if task.cancelled():
         ended_with(task)
+
+
+def retrieved(work: Work) -> Work:
+    """The same: asyncio does not log its error as lost if it comes when those that waited have left."""
+    work.add_done_callback(lambda done: done.cancelled() or done.exception())
+    return work
 
 
 def leaf_errors(error: BaseException) -> list[BaseException]:

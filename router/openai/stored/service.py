@@ -31,7 +31,7 @@ from router.resume.resumer import Resumer
 from rpc.auth.caller import current_caller
 from rpc.interceptors.calls import message_bytes, record_size
 from rpc.timeouts import CLEANUP_SECONDS
-from runtime.aio import run_to_completion, timeout, wait_until_done
+from runtime.aio import retrieved, run_to_completion, timeout, wait_until_done
 from runtime.clock import monotonic
 
 log = structlog.get_logger(__name__)
@@ -179,10 +179,9 @@ class ResponseService:
 
     def _create_task(self, work: Coroutine[Any, Any, Result]) -> "asyncio.Task[Result]":
         """A task that ends with this service. Its error is not logged as lost if no call waits for it any more."""
-        task = asyncio.create_task(work)
+        task = retrieved(asyncio.create_task(work))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
-        task.add_done_callback(lambda ended: ended.cancelled() or ended.exception())
         return task
 
     # By their ids.

@@ -11,6 +11,7 @@ import torch
 from typing_extensions import Self
 
 from baton.errors import BatonError, InvalidRequest, Unsupported
+from runtime.aio import retrieved
 from runtime.threads import of_many
 from services.engines.base import Engine, EngineLoad, ModelFacts, PromptProgress
 from services.engines.context import KeptMemory
@@ -226,7 +227,7 @@ class PyTorchEngine(Engine):
             raise InvalidRequest.of("handoff.num_tokens", f"must be 1 to {prompt.num_tokens}, as the prompt has")
         if num_tokens >= self.facts.max_context_tokens:
             raise InvalidRequest.of("prompt", f"leaves no room for an answer within {self.facts.max_context_tokens}")
-        granted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        granted: asyncio.Future[None] = retrieved(asyncio.get_running_loop().create_future())
         chain = HashChain(prompt.cache_salt, self.facts.layout.block_tokens, prompt.media, prompt.chain_seed)
         hashes = await of_many(num_tokens, lambda: chain.upto(prompt.context, num_tokens))
 

@@ -13,6 +13,7 @@ import torch
 from typing_extensions import Self
 
 from baton.errors import BatonError, EngineFailed
+from runtime.aio import retrieved
 from services.engines.base import EngineLoad
 from services.engines.pytorch.core import EngineCore
 from services.engines.pytorch.failures import failure_of
@@ -73,7 +74,7 @@ class EngineLoop:
 
     async def call(self, run: Callable[[EngineCore], T]) -> T:
         """Runs `run` between two steps, even if the caller is cancelled meanwhile."""
-        return await asyncio.shield(self.post(run))
+        return await asyncio.shield(retrieved(self.post(run)))
 
     async def run_shielded(self, run: Callable[[EngineCore], int]) -> int:
         """Like `call`, but not interrupted by a cancellation. Returns 0 if the engine has ended, and all blocks with

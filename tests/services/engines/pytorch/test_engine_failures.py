@@ -1,6 +1,7 @@
 """A failure of one request, or of the engine, and its effect on other requests."""
 
 import asyncio
+import gc
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -250,3 +251,18 @@ def test_a_split_over_more_gpus_than_there_are_is_refused_with_both_numbers(
 def test_one_gpu_by_its_index_is_refused_for_a_model_that_is_split_among_several(llama: Checkpoint) -> None:
     with pytest.raises(ValueError, match="cuda:1 is one GPU, and each rank has its own"):
         PyTorchConfig(model=llama.path, device="cuda:1", tensor_parallel_size=2)
+
+
+async def test_a_refusal_that_comes_when_the_caller_has_left_is_not_logged_as_lost(poisoned: Checkpoint) -> None:
+    lost: list[str] = []
+    asyncio.get_running_loop().set_exception_handler(lambda _loop, context: lost.append(context["message"]))
+    async with poisoned.engine() as engine:
+        for steps in range(40):
+            refused = asyncio.create_task(collect(engine.decode(Prompt((10**6,)), greedy(1))))
+            for _ in range(steps % 8):
+                await asyncio.sleep(0)
+            refused.cancel()
+            await asyncio.wait([refused])
+        await collect(engine.decode(GOOD, greedy(1)))
+    gc.collect()
+    assert lost == []
