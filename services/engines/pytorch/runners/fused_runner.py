@@ -4,7 +4,6 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import numpy as np
 import structlog
@@ -33,18 +32,23 @@ from services.engines.pytorch.sequence import TokenSequence
 _log = structlog.get_logger(__name__)
 
 _WARM_UPS = 2
+_PLAIN_STEPS = 64
 
 Announce = Callable[[DecodeArrays | StepArrays], None]
 
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """The limits of a step, and whether decode steps are captured in CUDA graphs."""
+    """The limits of a step, and whether decode steps are captured in CUDA graphs.
+
+    They are captured before the first step; `graphs_later` after some steps of a size, or where there are none.
+    """
 
     max_sequences: int
     max_context_tokens: int
     block_tokens: int
     graphs: bool = True
+    graphs_later: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +88,9 @@ class FusedRunner:
         self._newest = torch.zeros(sizes.max_sequences, dtype=torch.int64, device=device)
         self.has_graphs = device.type == "cuda" and sizes.graphs
         model.prepare(sizes.max_sequences)
+        # The sizes to be captured, the smallest first, and the steps that each has taken meanwhile.
+        self._uncaptured: dict[int, int] = {}
+        self._pool = torch.cuda.graph_pool_handle() if self.has_graphs else None
         self._decodes = self._make_decodes()
         self._masks = MaskThreads()
 
@@ -106,6 +113,8 @@ class FusedRunner:
 
     def _decode(self, chunks: Sequence[Chunk]) -> tuple[torch.Tensor, torch.Tensor]:
         decode = next(decode for decode in self._decodes if decode.size >= len(chunks))
+        if decode.size in self._uncaptured:
+            decode = self._captured_in_time(decode)
         flat = decode.layout.empty()
         fill_decodes(flat, decode.layout, chunks, self._places)
         step = DecodeArrays(decode.size, flat)
@@ -122,6 +131,30 @@ class FusedRunner:
     def free_graphs(self) -> None:
         """Frees the captured steps; none can be started afterwards. NCCL's operations in them end only then."""
         self._decodes.clear()
+
+    def rehearse(self) -> None:
+        """Computes an empty decode step of each size."""
+        for decode in self._decodes:
+            decode.run()
+
+    def prepare_more(self) -> bool:
+        """Captures the next size that is not yet. See StepRunner."""
+        if self._uncaptured:
+            self._capture(max(self._uncaptured))
+        return bool(self._uncaptured)
+
+    def _captured_in_time(self, decode: Decode) -> Decode:
+        """The step of a size, captured once it has been taken often: it is then used for longer."""
+        self._uncaptured[decode.size] += 1
+        return decode if self._uncaptured[decode.size] <= _PLAIN_STEPS else self._capture(decode.size)
+
+    def _capture(self, size: int) -> Decode:
+        began = time.monotonic()
+        del self._uncaptured[size]
+        captured = self._graphed_decode(size)
+        self._decodes = [captured if decode.size == size else decode for decode in self._decodes]
+        _log.info("decode step captured", size=size, seconds=round(time.monotonic() - began, 3))
+        return captured
 
     def _compute(self, chunks: Sequence[Chunk]) -> tuple[torch.Tensor, torch.Tensor]:
         """Computes any step, operation by operation."""
@@ -167,12 +200,13 @@ class FusedRunner:
 
     def _make_decodes(self) -> list[Decode]:
         sizes = buckets(self._sizes.max_sequences)
-        if not self.has_graphs:
+        if self.has_graphs and self._sizes.graphs_later:
+            self._uncaptured = dict.fromkeys(sizes, 0)
+        if not self.has_graphs or self._uncaptured:
             return [self._plain_decode(size) for size in sizes]
         began = time.monotonic()
-        pool = torch.cuda.graph_pool_handle()
         # The largest first: its memory is then enough for the others.
-        made = [self._graphed_decode(size, pool) for size in reversed(sizes)]
+        made = [self._graphed_decode(size) for size in reversed(sizes)]
         _log.info("decode steps captured", sizes=sizes, seconds=round(time.monotonic() - began, 1))
         return made[::-1]
 
@@ -190,7 +224,7 @@ class FusedRunner:
 
         return Decode(size, layout, flat, logits, outcome, run)
 
-    def _graphed_decode(self, size: int, pool: Any) -> Decode:
+    def _graphed_decode(self, size: int) -> Decode:
         layout = self._decode_layout(size)
         flat = upload(layout.empty(), self._device)
         step = layout.views(flat, size)
@@ -202,7 +236,7 @@ class FusedRunner:
         torch.cuda.current_stream(self._device).wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
         # Capture only the operations of this thread: other threads may use the GPU meanwhile.
-        with torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
+        with torch.cuda.graph(graph, pool=self._pool, stream=stream, capture_error_mode="thread_local"):
             logits = self._decoded(step)
             outcome = choose(logits)
             self._newest[:size] = outcome[0]
