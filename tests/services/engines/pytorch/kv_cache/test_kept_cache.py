@@ -9,8 +9,10 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import aclosing
 from pathlib import Path
+from typing import NoReturn
 
 import pytest
+import torch
 from structlog.testing import capture_logs
 from support.cluster.processes import ROOT
 from support.engines.checkpoints import PlainModel, save_llama
@@ -19,6 +21,7 @@ from support.engines.embedded import Checkpoint
 from support.engines.engine_calls import blocks_used, collect, greedy
 from support.keeping import KeepsHere, keeper_here
 
+from baton.errors import EngineFailed
 from services.engines.context import KeptMemory
 from services.engines.kv import KvLayout
 from services.engines.kv_events import KvSnapshot
@@ -76,6 +79,28 @@ async def test_an_engine_that_starts_again_on_a_gpu_captures_its_steps_later(
                 answer = await collect(engine.decode(Prompt(PROMPT), greedy(40)))
         assert answer.ids[: len(expected)] == expected
         assert ("decode step captured" in [entry["event"] for entry in logs]) == bool(starts)
+
+
+@pytest.mark.parametrize(
+    ("error", "cached"),
+    [(torch.AcceleratorError("CUDA error: an illegal memory access was encountered"), 0), (RuntimeError("other"), 96)],
+)
+async def test_kv_is_not_used_after_an_error_of_the_device(
+    llama: Checkpoint, keeper: KeepsHere, error: RuntimeError, cached: int
+) -> None:
+    def fail(_chunks: object) -> NoReturn:
+        raise error
+
+    with keeper.memory(kv=True) as kept:
+        async with _engine(llama, kept) as engine:
+            await collect(engine.decode(Prompt(PROMPT), greedy(4)))
+            engine.runner.start = fail  # type: ignore[method-assign]
+            with pytest.raises(EngineFailed):
+                await collect(engine.decode(Prompt(PROMPT), greedy(4)))
+    with keeper.memory(kv=True) as kept:
+        async with _engine(llama, kept) as engine:
+            again = await collect(engine.decode(Prompt(PROMPT), greedy(4)))
+    assert again.finished.cached_tokens == cached
 
 
 async def test_routers_are_told_of_the_blocks_that_were_found(llama: Checkpoint, keeper: KeepsHere) -> None:
