@@ -4,9 +4,9 @@
 
 A Llama of 8B shape with made-up bfloat16 weights, or with --small a little one in float32, whose greedy ids can be
 compared whatever else is in a batch. `restart` counts from the kill to the end of a call of one token, which begins
-then. `kills` runs the streams undisturbed, and once more with kills, a second after all of them have gone on; its gaps
-are the longest one of each stream and kill. `cost` computes steps of as many sequences by two engines in one process,
-one of which keeps, in turns.
+then. `kills` runs the streams undisturbed, and then with kills; its gaps are the longest one of each stream around each
+kill. With --standby each kill waits until a process stands by. Every kill counts as the keeper's first. `cost` computes
+steps of as many sequences by two engines in one process, one of which keeps, in turns.
 """
 
 import argparse
@@ -119,6 +119,10 @@ async def kill_under_streams(client: AsyncClient, options: argparse.Namespace, v
     ends_at = time.monotonic() + options.seconds
     while outcome.kills < options.kills and time.monotonic() < ends_at and not outcome.failed:
         await _round(streams, options, source, outcome, undisturbed, ends_at)
+    _report(outcome, options)
+
+
+def _report(outcome: Outcome, options: argparse.Namespace) -> None:
     say(
         "kills",
         kills=outcome.kills,
@@ -159,7 +163,6 @@ async def _round(
         while not task.done() and not _gone_on(streams.answers, before):  # noqa: ASYNC110
             await asyncio.sleep(0.005)
         say("killed", gone_on_s=time.perf_counter() - times[-1])
-    await asyncio.sleep(0.0 if task.done() else 1.0)
     if not task.done():
         task.cancel()  # all have gone on after the last kill
     [ended] = await asyncio.gather(task, return_exceptions=True)

@@ -32,7 +32,6 @@ from services.engines.pytorch.sequence import TokenSequence
 _log = structlog.get_logger(__name__)
 
 _WARM_UPS = 2
-_PLAIN_STEPS = 64
 
 Announce = Callable[[DecodeArrays | StepArrays], None]
 
@@ -41,7 +40,8 @@ Announce = Callable[[DecodeArrays | StepArrays], None]
 class Sizes:
     """The limits of a step, and whether decode steps are captured in CUDA graphs.
 
-    They are captured before the first step; `graphs_later` after some steps of a size, or where there are none.
+    They are captured before the first step; `graphs_later`: the largest, which any number of sequences can use, and the
+    others while there is no step.
     """
 
     max_sequences: int
@@ -88,8 +88,7 @@ class FusedRunner:
         self._newest = torch.zeros(sizes.max_sequences, dtype=torch.int64, device=device)
         self.has_graphs = device.type == "cuda" and sizes.graphs
         model.prepare(sizes.max_sequences)
-        # The sizes to be captured, the smallest first, and the steps that each has taken meanwhile.
-        self._uncaptured: dict[int, int] = {}
+        self._uncaptured: list[int] = []  # sizes that are captured later, the smallest first
         self._pool = torch.cuda.graph_pool_handle() if self.has_graphs else None
         self._decodes = self._make_decodes()
         self._masks = MaskThreads()
@@ -113,8 +112,6 @@ class FusedRunner:
 
     def _decode(self, chunks: Sequence[Chunk]) -> tuple[torch.Tensor, torch.Tensor]:
         decode = next(decode for decode in self._decodes if decode.size >= len(chunks))
-        if decode.size in self._uncaptured:
-            decode = self._captured_in_time(decode)
         flat = decode.layout.empty()
         fill_decodes(flat, decode.layout, chunks, self._places)
         step = DecodeArrays(decode.size, flat)
@@ -138,23 +135,12 @@ class FusedRunner:
             decode.run()
 
     def prepare_more(self) -> bool:
-        """Captures the next size that is not yet. See StepRunner."""
+        """Captures the largest size that is not yet. See StepRunner."""
         if self._uncaptured:
-            self._capture(max(self._uncaptured))
+            began, size = time.monotonic(), self._uncaptured.pop()
+            self._decodes.insert(0, self._graphed_decode(size))
+            _log.info("decode step captured", size=size, seconds=round(time.monotonic() - began, 3))
         return bool(self._uncaptured)
-
-    def _captured_in_time(self, decode: Decode) -> Decode:
-        """The step of a size, captured once it has been taken often: it is then used for longer."""
-        self._uncaptured[decode.size] += 1
-        return decode if self._uncaptured[decode.size] <= _PLAIN_STEPS else self._capture(decode.size)
-
-    def _capture(self, size: int) -> Decode:
-        began = time.monotonic()
-        del self._uncaptured[size]
-        captured = self._graphed_decode(size)
-        self._decodes = [captured if decode.size == size else decode for decode in self._decodes]
-        _log.info("decode step captured", size=size, seconds=round(time.monotonic() - began, 3))
-        return captured
 
     def _compute(self, chunks: Sequence[Chunk]) -> tuple[torch.Tensor, torch.Tensor]:
         """Computes any step, operation by operation."""
@@ -200,10 +186,11 @@ class FusedRunner:
 
     def _make_decodes(self) -> list[Decode]:
         sizes = buckets(self._sizes.max_sequences)
-        if self.has_graphs and self._sizes.graphs_later:
-            self._uncaptured = dict.fromkeys(sizes, 0)
-        if not self.has_graphs or self._uncaptured:
+        if not self.has_graphs:
             return [self._plain_decode(size) for size in sizes]
+        if self._sizes.graphs_later:
+            *self._uncaptured, largest = sizes
+            sizes = [largest]
         began = time.monotonic()
         # The largest first: its memory is then enough for the others.
         made = [self._graphed_decode(size) for size in reversed(sizes)]

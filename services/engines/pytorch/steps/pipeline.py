@@ -15,8 +15,8 @@ from services.engines.pytorch.steps.scheduler import Scheduler
 
 _MASK_POLL_SECONDS = 0.002
 LOAD_POLL_SECONDS = 0.001
-# Without work for so long, the runner prepares later steps.
-_IDLE_SECONDS = 0.05
+# Without work for so long, the runner prepares later steps: not while a worker takes over from another one.
+_IDLE_SECONDS = 0.5
 
 
 class StepPipeline:
