@@ -82,7 +82,7 @@ async def _work(config: WorkerConfig, keeper: KeeperClient | None, stopping: asy
         else:
             monitor = stack.enter_context(serving)
             worker = await stack.enter_async_context(opening)
-        note_start(keeper, config.keep_memory.hang_seconds)
+        note_start(keeper, config.keep_memory)
         exempt_living_objects()
         ready.set()
         monitor.answer_with(worker.report)

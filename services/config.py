@@ -88,6 +88,10 @@ class KeepMemoryConfig(Section):
 
     weights: bool = Field(default=False, description="A worker that starts again finds its weights in memory.")
     kv: bool = Field(default=False, description="It finds its KV too: of running answers, and of its prefix cache.")
+    standby: bool = Field(
+        default=False,
+        description="The next process is started ahead: it has loaded all but the KV when the worker is lost.",
+    )
     hang_seconds: float = Field(
         default=10.0,
         ge=2,
@@ -101,6 +105,12 @@ class KeepMemoryConfig(Section):
         le=86400,
         description="A worker that is not ready after so long is killed and started again.",
     )
+
+    @model_validator(mode="after")
+    def _stands_by_with_kv(self) -> "KeepMemoryConfig":
+        if self.standby and not (self.weights and self.kv):
+            raise ValueError("standby: needs weights and kv, which the process that stands by takes over")
+        return self
 
     @property
     def is_on(self) -> bool:
@@ -188,6 +198,8 @@ class WorkerConfig(Section):
 
     @model_validator(mode="after")
     def _may_sleep(self) -> "WorkerConfig":
+        if self.sleep.group is not None and self.keep_memory.standby:
+            raise ValueError("sleep: keep_memory.standby: a process that stands by cannot share the group's memory")
         if self.sleep.group is not None and set(self.roles) != with_kv():
             raise ValueError("sleep: roles: must be prefill and decode: what a worker hands over it cannot free")
         return self

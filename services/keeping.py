@@ -11,7 +11,7 @@ from baton.errors import ConfigError, Draining, LayoutMismatch, RequestExists, U
 from baton_http2.sockets.accepting import open_sockets
 from runtime.aio import run_to_completion, wait_until_done
 from runtime.network import split_address
-from services.config import WorkerConfig
+from services.config import KeepMemoryConfig, WorkerConfig
 from services.engines.base import Engine
 from services.keeper.client import KeeperClient
 from services.keeper.messages import KeeperLost
@@ -99,11 +99,13 @@ def begin_start(keeper: KeeperClient | None, config: WorkerConfig) -> None:
             keeper.drop(name)
 
 
-def note_start(keeper: KeeperClient | None, hang_seconds: float) -> None:
+def note_start(keeper: KeeperClient | None, wanted: KeepMemoryConfig) -> None:
     """The worker is ready: it tells why it was started, and is killed from now on if it gives no sign of life."""
     if keeper is None:
         return
-    keeper.watch(hang_seconds)
+    keeper.watch(wanted.hang_seconds)
+    if wanted.standby:
+        keeper.stand_by()
     start = keeper.start
     if start.starts:
         metrics.RESTARTS.labels(start.ended_by).inc()

@@ -161,7 +161,7 @@ async def open_engines(
             config.handoff.lease_seconds,
             allocation=_allocation(config),
             log_level=config.log.level,
-            kept=KeptMemory(keeper, config.keep_memory.weights, config.keep_memory.kv) if keeper else None,
+            kept=_kept_memory(config, keeper),
         )
         needed = dict.fromkeys(role_kinds()[role].engine for role in config.roles)
         encoding = None
@@ -178,6 +178,11 @@ async def open_engines(
             context = replace(context, node=lambda: number.value)
         engine = await stack.enter_async_context(open_engine(config.engine, context))
         yield WorkerEngines(engine, encoding, template, parts)
+
+
+def _kept_memory(config: WorkerConfig, keeper: KeeperClient | None) -> KeptMemory | None:
+    wanted = config.keep_memory
+    return KeptMemory(keeper, wanted.weights, wanted.kv, wanted.standby) if keeper else None
 
 
 def read_chat_template(path: Path | None) -> str:

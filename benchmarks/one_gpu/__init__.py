@@ -5,5 +5,7 @@
 cluster.py     workers that share a GPU and a router, in processes of their own, which a registry in a folder connects
 worker.py      such a worker: the product's, with weights that are made up
 drain.py       a decode worker is drained in the middle of its answers, which move to the other one
+kept.py        a worker whose memory is kept is killed, idle and under streams; and the cost of keeping
+kept_worker.py such a worker, with its keeper
 profile.py     `baton bench profile` of the embedded engine, and a sweep of it beside the simulated engine that reads it
 """

@@ -7,7 +7,7 @@ import subprocess
 import sys
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import ExitStack, asynccontextmanager, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -25,12 +25,13 @@ _END_SECONDS = 20.0
 
 @dataclass(frozen=True, slots=True)
 class Worker:
-    """A worker: its id, its roles, and the settings of its engine."""
+    """A worker: its id, its roles, the settings of its engine, and its other ones."""
 
     name: str
     roles: Sequence[str]
     engine: Mapping[str, Any]
     module: str = "benchmarks.one_gpu.worker"
+    settings: Mapping[str, Any] = field(default_factory=dict)
 
 
 def embedded(folder: Path, **more: object) -> dict[str, Any]:
@@ -51,17 +52,17 @@ class Cluster:
 
 
 @asynccontextmanager
-async def cluster(workers: Sequence[Worker]) -> AsyncIterator[Cluster]:
-    """A cluster whose router finds all workers ready."""
+async def cluster(workers: Sequence[Worker], settings: Mapping[str, Any] | None = None) -> AsyncIterator[Cluster]:
+    """A cluster whose router, with these settings, finds all workers ready."""
     with TemporaryDirectory() as folder, ExitStack() as stack:
         registry = {"kind": "file", "folder": folder, "poll_seconds": 0.05}
         registered = {f"registry.{key}": value for key, value in registry.items()} | {"server": "http2"}
         running: list[subprocess.Popen[bytes]] = []
         for worker in workers:
-            settings = {"worker_id": worker.name, "roles": list(worker.roles), "engine": worker.engine}
+            own = {"worker_id": worker.name, "roles": list(worker.roles), "engine": worker.engine, **worker.settings}
             listens = {"listen": "127.0.0.1:0", "drain_seconds": 30}
-            running.append(stack.enter_context(_process(worker.module, {**registered, **settings, **listens})))
-        async with router(registered, len(workers), running) as found:
+            running.append(stack.enter_context(_process(worker.module, {**registered, **own, **listens})))
+        async with router(registered, len(workers), running, settings) as found:
             yield found
 
 

@@ -48,10 +48,13 @@ class Answer:
 
 
 class Streams:
-    """Sends the same prompts again and again."""
+    """Sends the same prompts again and again. Workers keep the answers for `keep_seconds`, if there are any."""
 
-    def __init__(self, client: AsyncClient, options: argparse.Namespace, vocabulary: int) -> None:
+    def __init__(
+        self, client: AsyncClient, options: argparse.Namespace, vocabulary: int, keep_seconds: int = 0
+    ) -> None:
         self._client = client
+        self._keep_seconds = keep_seconds
         self._answer = options.answer
         source = Random(1)
         self._prompts = [source.choices(range(3, vocabulary), k=options.prompt) for _ in range(options.streams)]
@@ -67,6 +70,8 @@ class Streams:
         request = generate_pb2.GenerateRequest(token_ids=generate_pb2.TokenIds(ids=self._prompts[number]))
         request.sampling.temperature, request.routing.cache_salt = 0.0, salt
         request.stopping.max_tokens, request.stopping.ignore_eos = self._answer, True
+        if self._keep_seconds:
+            request.response.keep.seconds = self._keep_seconds
         answer = self.answers[number]
         async with self._client.generate(request, timeout_seconds=240) as events:
             async for event in events:

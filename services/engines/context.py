@@ -56,11 +56,14 @@ class ExternalEngineConfig(EngineConfig):
 
 @dataclass(frozen=True, slots=True)
 class KeptMemory:
-    """The memory that outlives the engine's process, and the keeper that holds it."""
+    """The memory that outlives the engine's process, and the keeper that holds it; with `standby` the next process is
+    started ahead, and takes memory of its own.
+    """
 
     keeper: KeeperClient
     weights: bool
     kv: bool
+    standby: bool = False
 
 
 class RankProgress(Protocol):

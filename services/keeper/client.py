@@ -12,7 +12,7 @@ from services.keeper.memory import Found
 from services.keeper.messages import VARIABLE, Answer, Packet, Request, receive, send
 
 _ANSWER_SECONDS = 10.0
-# For a successor to be ready, and for its turn: the keeper ends the wait, by the time that a start may take.
+# For a successor to be ready: the keeper ends the wait, by the time that a start may take.
 _SUCCESSION_SECONDS = 100_000.0
 
 
@@ -27,7 +27,7 @@ class KeeperClient:
         self._lock = threading.Lock()
         self.start = Answer(**self._ask(Request("hello")).content)
         if self.start.is_successor:
-            self._end.settimeout(_SUCCESSION_SECONDS)
+            self._end.settimeout(None)  # for its turn: the kernel ends it with its keeper
 
     @classmethod
     def of_this_process(cls) -> "KeeperClient | None":
@@ -54,7 +54,7 @@ class KeeperClient:
         answer = Answer(**packet.content)
         if answer.ended_at:
             self._end.settimeout(_ANSWER_SECONDS)
-            self.start = replace(self.start, ended_at=answer.ended_at)
+            self.start = replace(self.start, ended_at=answer.ended_at, ended_by=answer.ended_by or self.start.ended_by)
         return Found(tuple(packet.pop_descriptors()), answer.stale)
 
     def put(self, name: str, fingerprint: str, descriptors: Sequence[int]) -> None:
@@ -88,6 +88,11 @@ class KeeperClient:
         """Has the keeper kill this process once it has not called `beat` for so long."""
         with self._lock:
             send(self._end, Request("watch", seconds=seconds))
+
+    def stand_by(self) -> None:
+        """Has the keeper start the worker's next process beside this one, to take over when this one dies."""
+        with self._lock:
+            send(self._end, Request("standby"))
 
     def beat(self) -> None:
         """Tells that this process lives. Never waits: a keeper that is behind has signs enough to read."""

@@ -28,7 +28,8 @@ class Conversation:
         self._beat_at = self._look_at = 0.0
         self._look_every = _LOOK_SECONDS
         self._waiting: Request | None = None
-        self.wants_upgrade = False
+        self._start_seconds = _SILENT_SECONDS
+        self.wants_upgrade = self.wants_standby = False
 
     @property
     def sources(self) -> Sequence[int]:
@@ -93,18 +94,19 @@ class Conversation:
         self._look_at = self._beat_at + self._look_every
         self._silence.end()
 
-    def go_on(self, ended_at: float) -> None:
-        """Answers the request of a successor that has waited until the worker ended."""
+    def go_on(self, ended_at: float, ended_by: str) -> None:
+        """Answers the request of a successor that has waited until the worker ended, which may have been for long."""
         assert self._waiting is not None
+        self._ready_by = monotonic() + self._start_seconds
         with suppress(KeeperLost):
-            self._get(self._waiting, ended_at)
+            self._get(self._waiting, ended_at, ended_by)
 
-    def _get(self, request: Request, ended_at: float = 0.0) -> None:
+    def _get(self, request: Request, ended_at: float = 0.0, ended_by: str = "") -> None:
         found = self._kept.get(request.name, request.fingerprint)
         if found is None:
             self._waiting = request
             return
-        answer = Answer(is_kept=bool(found.descriptors), stale=found.stale, ended_at=ended_at)
+        answer = Answer(bool(found.descriptors), found.stale, ended_by=ended_by, ended_at=ended_at)
         send(self._socket, answer, found.descriptors)
 
     def _obey(self, request: Request, packet: Packet) -> None:
@@ -112,7 +114,10 @@ class Conversation:
             case "beat":
                 self._hear()
             case "start":
+                self._start_seconds = request.seconds
                 self._ready_by = monotonic() + request.seconds
+            case "standby":
+                self.wants_standby = True
             case "watch":
                 self._patience, self._look_every = request.seconds, min(_LOOK_SECONDS, request.seconds)
                 self._hear()

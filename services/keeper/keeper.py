@@ -51,15 +51,15 @@ class Keeper:
                 life = self._start(signals, successor)
                 ending = life.live() if life else _NOT_STARTED
                 self._is_stopping |= life is not None and life.is_stopping
-                successor = life.successor if life else None
-                if successor is not None:
+                if life is not None and life.is_upgraded:
                     say("the worker has ended for its upgrade; its next process takes over")
-                elif self._is_final(ending):
+                    successor = life.take_over("")
+                    continue
+                if self._is_over(ending, life, signals):
+                    if life is not None:
+                        life.discard_next()
                     return ending.exit_code
-                else:
-                    self._note_failure(ending, proven=life is not None and life.proven)
-                    if self._failures > _MOST_FAILURES or self._is_told_to_stop(signals):
-                        return ending.exit_code
+                successor = self._standby_of(life, ending) if life else None
 
     def _start(self, signals: socket.socket, successor: Process | None) -> "_Life | None":
         """Starts a worker unless there is a successor; None if there is no room for it, or no program."""
@@ -74,6 +74,20 @@ class Keeper:
         self._starts += 1
         hello = Answer(starts=self._starts - 1, ended_by="upgrade", is_successor=True)
         return Successor(self._command, self._kept, hello)
+
+    def _is_over(self, ending: Ending, life: "_Life | None", signals: socket.socket) -> bool:
+        """True if no other process follows this one; notes its failure otherwise."""
+        if self._is_final(ending):
+            return True
+        self._note_failure(ending, proven=life is not None and life.proven)
+        return self._failures > _MOST_FAILURES or self._is_told_to_stop(signals)
+
+    def _standby_of(self, life: "_Life", ending: Ending) -> Process | None:
+        """The process that stood by, if it is to follow: it has what may be the cause of several failures."""
+        if self._failures == 1:
+            return life.take_over(ending.cause)
+        life.discard_next()
+        return None
 
     def _is_final(self, ending: Ending) -> bool:
         return self._is_stopping or ending.code in (0, _WRONG_CONFIGURATION)
@@ -102,14 +116,14 @@ class Keeper:
 
 
 class _Life:
-    """One worker, from its start to its death; and, while it is upgraded, its successor beside it."""
+    """One worker, from its start to its death; and its successor beside it: for an upgrade, or to stand by."""
 
     def __init__(self, process: Process, signals: socket.socket, start: Callable[[], Successor]) -> None:
         self._process, self._signals, self._start = process, signals, start
         self._next: Successor | None = None
         self._end_by: float | None = None  # of a worker whose successor is ready
+        self._stands_by = False  # the successor: it follows a worker that is lost
         self._is_killed = self._hung = self.is_stopping = False
-        self.successor: Process | None = None
 
     @property
     def proven(self) -> bool:
@@ -120,11 +134,23 @@ class _Life:
         """Serves the worker until it is dead: until then no other one may own what is kept."""
         while self._turn():
             pass
-        if self._next is not None and self._end_by is None:
+        if self._next is not None and not self._next.is_ready:
             self._give_up("the worker has ended before its successor was ready")
-        ending = self._process.wait(hung=self._hung)
-        self.successor = self._next.take_over() if self._next is not None else None
-        return ending
+        return self._process.wait(hung=self._hung)
+
+    @property
+    def is_upgraded(self) -> bool:
+        """True if it has ended for a successor that is ready."""
+        return self._next is not None and not self._stands_by
+
+    def take_over(self, ended_by: str) -> Process | None:
+        """Its successor follows it, if there is one: it owns what is kept from now on."""
+        return self._next.take_over(ended_by) if self._next is not None else None
+
+    def discard_next(self) -> None:
+        """Ends its successor, if there is one."""
+        if self._next is not None:
+            self._next.discard()
 
     def _turn(self) -> bool:
         """Waits for the next thing to happen, and does it. False once the worker is dead."""
@@ -138,8 +164,10 @@ class _Life:
             self._decide(self._next.serve(ready))
         elif ready:
             self._process.worker.serve()
-            if self._process.worker.wants_upgrade and self._next is None:
+            if self._process.worker.wants_upgrade and (self._next is None or self._stands_by):
                 self._upgrade()
+            elif self._process.worker.wants_standby:
+                self._stand_by()
         if not self._is_killed:
             self._look()
         return True
@@ -158,8 +186,13 @@ class _Life:
             return None
         if self._end_by is not None:
             return max(0.0, self._end_by - monotonic())
-        workers = [self._process.worker, *([self._next.process.worker] if self._next else [])]
+        workers = [self._process.worker, *([self._loading.process.worker] if self._loading else [])]
         return min((each.look_seconds for each in workers if each.look_seconds is not None), default=None)
+
+    @property
+    def _loading(self) -> Successor | None:
+        """Its successor, as long as that may hang: once it is ready it waits, as it should."""
+        return None if self._next is None or self._next.is_ready else self._next
 
     def _look(self) -> None:
         worker = self._process.worker
@@ -169,7 +202,7 @@ class _Life:
         elif worker.looks_hung():
             self._hung = True
             self._kill(worker.complaint)
-        elif self._next is not None and self._next.process.worker.looks_hung():
+        elif self._loading is not None and self._loading.process.worker.looks_hung():
             self._decide("the new process has not become ready in time")
 
     def _kill(self, reason: str) -> None:
@@ -183,26 +216,40 @@ class _Life:
         if self.is_stopping:
             self._process.worker.answer_upgrade("the worker was told to stop")
             return
+        if self._next is not None:
+            self._give_up("it is begun anew, for an upgrade")  # of the code and configuration of now
         try:
             self._next = self._start()
         except OSError as error:
             self._process.worker.answer_upgrade(f"the new process cannot be started: {error}")
 
+    def _stand_by(self) -> None:
+        self._process.worker.wants_standby = False
+        if self.is_stopping or self._next is not None:
+            return
+        try:
+            self._next, self._stands_by = self._start(), True
+        except OSError as error:
+            say(f"no process stands by: {error}")
+
     def _decide(self, problem: str) -> None:
         """Has the worker end once its successor is ready; goes on with it if there is a problem."""
         if problem:
             self._give_up(problem)
+        elif self._stands_by:
+            return
         elif self._next is not None and self._next.is_ready and self._end_by is None:
             self._end_by = monotonic() + _END_SECONDS
             self._process.worker.answer_upgrade("")
 
     def _give_up(self, problem: str) -> None:
         assert self._next is not None
-        say(f"no upgrade: {problem}")
+        say(f"{'no process stands by' if self._stands_by else 'no upgrade'}: {problem}")
         self._next.discard()
-        if self._end_by is None:  # otherwise it has had its answer
+        if self._end_by is None and not self._stands_by:  # otherwise it has had its answer
             self._process.worker.answer_upgrade(problem)
         self._next = self._end_by = None
+        self._stands_by = False
 
 
 @contextmanager

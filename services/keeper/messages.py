@@ -1,7 +1,7 @@
 """The messages between a worker and its keeper: one packet each, of JSON, with file descriptors beside it.
 
 The worker asks, and the keeper answers: `hello`, `get`, `put` and `drop`, and `upgrade` twice: at once, and
-once that is decided. `start`, `watch` and `beat` have no answer.
+once that is decided. `start`, `watch`, `standby` and `beat` have no answer.
 """
 
 import json
@@ -17,7 +17,7 @@ VARIABLE = "BATON_KEEPER_FD"
 _MOST_BYTES = 64 * 1024
 _MOST_DESCRIPTORS = 64
 
-Verb = Literal["hello", "get", "put", "drop", "upgrade", "start", "watch", "beat"]
+Verb = Literal["hello", "get", "put", "drop", "upgrade", "start", "watch", "standby", "beat"]
 
 
 class KeeperLost(Exception):
@@ -40,7 +40,7 @@ class Request:
 class Answer:
     """The answer to `get` says whether memory of the name `is_kept`; `stale` is the fingerprint of memory that had to
     be freed instead. That to `hello` says how often the worker was started before, and why and when, by the host's
-    monotonic clock, the last one ended; a successor, started beside the last one, is told later when that ended. The
+    monotonic clock, the last one ended; a successor, started beside the last one, is told later why and when. The
     `problem` of an upgrade is why there is none.
     """
 

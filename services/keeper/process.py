@@ -54,10 +54,10 @@ class Successor:
         self.process.worker.serve()
         return self._memory.problem
 
-    def take_over(self) -> Process:
+    def take_over(self, ended_by: str) -> Process:
         """The worker is dead: its successor owns what is kept."""
         self._memory.take_over()
-        self.process.worker.go_on(monotonic())
+        self.process.worker.go_on(monotonic(), ended_by)
         return self.process
 
     def discard(self) -> None:

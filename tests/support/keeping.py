@@ -20,10 +20,10 @@ class KeepsHere:
         self.kept = KeptDescriptors()
 
     @contextlib.contextmanager
-    def memory(self, *, weights: bool = False, kv: bool = False) -> Iterator[KeptMemory]:
-        """What an engine is given."""
+    def memory(self, *, weights: bool = False, kv: bool = False, starts: int = 0) -> Iterator[KeptMemory]:
+        """What an engine is given, of a worker that was started so often before."""
         own, end = pair()
-        conversation = Conversation(own, self.kept, Answer(), os.getpid())
+        conversation = Conversation(own, self.kept, Answer(starts=starts), os.getpid())
         thread = threading.Thread(target=_serve, args=[conversation])
         thread.start()
         client = KeeperClient(end)

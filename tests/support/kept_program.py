@@ -29,6 +29,8 @@ def main() -> None:
     note.write(f"{number} started by {keeper.start.ended_by or 'nothing'} as {os.getpid()}\n")
     for word in starts[min(number, len(starts) - 1)].split("+"):
         verb, *arguments = word.split(":")
+        while verb == "until" and arguments[0] not in Path(file).read_text():
+            time.sleep(0.01)
         if said := _obey(keeper, verb, arguments):
             note.write(f"{number} {said}\n")
 
@@ -47,6 +49,8 @@ def _obey(keeper: KeeperClient, verb: str, arguments: list[str]) -> str:
             keeper.drop(name)
         case "upgrade", []:
             return f"upgrade: {keeper.upgrade() or 'ready'}"
+        case "stand_by", []:
+            keeper.stand_by()
         case "hang_upgrade", []:
             threading.Thread(target=keeper.upgrade, daemon=True).start()
             time.sleep(_FOREVER)
@@ -58,6 +62,8 @@ def _obey(keeper: KeeperClient, verb: str, arguments: list[str]) -> str:
             for _ in range(int(times)):
                 keeper.beat()
                 time.sleep(0.1)
+        case "until", [_]:
+            time.sleep(0.3)  # for the keeper to have heard what comes next there
         case "starve", [seconds]:
             return _starve(keeper, float(seconds))
         case "spin", []:
@@ -66,6 +72,8 @@ def _obey(keeper: KeeperClient, verb: str, arguments: list[str]) -> str:
         case "inherited", []:
             inherited = [int(each) for each in os.listdir("/proc/self/fd") if _is_inheritable(int(each))]
             return f"inherited {sorted(inherited)} and {os.environ.get(VARIABLE, 'no number')}"
+        case "started", []:
+            return f"started again by {keeper.start.ended_by}"
         case "lost", []:
             return f"lived for {_age():.3f}, lost for {keeper.seconds_since_loss():.3f}"
         case "wait", []:

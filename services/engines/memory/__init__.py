@@ -2,6 +2,8 @@
 
 allocation.py     which request gets free blocks next
 shared_pool.py    a pool that other processes can map; blocks in private memory
-tensor_file.py    tensors in memory that other processes can map, and none can change
+tensor_file.py    tensors in memory that other processes can map
 device_memory.py  pools in the memory of a GPU, as transports see them
+device_file.py    memory of a GPU that other processes can map by a descriptor, and that outlives its process
+cuda_driver.py    CUDA's driver, called directly
 """

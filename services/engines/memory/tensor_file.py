@@ -1,4 +1,4 @@
-"""Tensors in one file without a name, which is written once, and which other processes of the host can map."""
+"""Tensors in a file without a name, or beside one in memory of a GPU: written once, and mapped by other processes."""
 
 import fcntl
 import json
@@ -6,13 +6,16 @@ import math
 import mmap
 import os
 import struct
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
 
-_ALIGNMENT = 64
+from services.engines.memory.device_file import device_file, map_device_file
+
+# As PyTorch's own allocator aligns tensors on a GPU.
+_ALIGNMENT = 512
 _LENGTH = struct.Struct("<Q")
 # So much is written at once: Linux writes less than 2 GiB in a call.
 _PIECE_BYTES = 64 << 20
@@ -31,28 +34,69 @@ class _Place:
 class TensorFile:
     """The content of such a file: tensors that are views of it, and `facts`, which are JSON.
 
-    Who writes to a tensor changes a copy of its own: the file is sealed.
+    Who writes to a tensor in host memory changes a copy of its own: the file is sealed. Memory of a GPU cannot be.
     """
 
     tensors: Mapping[str, torch.Tensor]
     facts: Mapping[str, Any]
 
 
-def write_tensors(tensors: Mapping[str, torch.Tensor], facts: Mapping[str, Any]) -> int:
-    """Copies tensors of host memory into a new file, and seals it: it can never change. Returns its descriptor.
+def write_tensors(tensors: Mapping[str, torch.Tensor], facts: Mapping[str, Any]) -> list[int]:
+    """Copies tensors of one device into new memory there. Returns the descriptors of all that it takes.
 
-    Raises OSError if there is no room.
+    They are of a file that is sealed, so that it can never change; those of a GPU are in its memory, which is the
+    second. Raises OSError or DeviceUnavailable if there is no room.
     """
     places, size = _places(tensors)
-    head = json.dumps({"facts": facts, "places": {name: asdict(place) for name, place in places.items()}}).encode()
+    device = next(iter(tensors.values())).device
+    head = json.dumps({"facts": facts, "places": {name: asdict(place) for name, place in places.items()}, "size": size})
+    # A tensor with several names is written once.
+    once = {place.offset: tensors[name] for name, place in places.items()}
+    if device.type == "cpu":
+        return [_sealed_file(head.encode(), once, size)]
+    memory = _device_memory(once, size, device)
+    try:
+        return [_sealed_file(head.encode(), {}, 0), memory]
+    except OSError:
+        os.close(memory)
+        raise
+
+
+def read_tensors(descriptors: Sequence[int], device: torch.device) -> TensorFile:
+    """Maps such memory, without copying it. The mapping lasts as long as a tensor of it; closes the descriptors.
+
+    Raises DeviceUnavailable.
+    """
+    file, *memory = descriptors
+    try:
+        # Private: processes share its pages.
+        mapping = mmap.mmap(file, 0, access=mmap.ACCESS_COPY)
+    finally:
+        os.close(file)
+    (length,) = _LENGTH.unpack_from(mapping)
+    head = json.loads(mapping[_LENGTH.size : _LENGTH.size + length])
+    if memory:
+        content = map_device_file(memory[0], head["size"], device)
+    else:
+        content = torch.frombuffer(mapping, dtype=torch.uint8, offset=_aligned(_LENGTH.size + length))
+    known: dict[int, torch.Tensor] = {}
+    tensors = {}
+    for name, fields in head["places"].items():
+        place = _Place(**fields)
+        if place.offset not in known:
+            known[place.offset] = _view(content, place)
+        tensors[name] = known[place.offset]
+    return TensorFile(tensors, head["facts"])
+
+
+def _sealed_file(head: bytes, tensors: Mapping[int, torch.Tensor], size: int) -> int:
     first = _aligned(_LENGTH.size + len(head))
     descriptor = os.memfd_create("baton-weights", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:
         os.ftruncate(descriptor, first + size)
         os.pwrite(descriptor, _LENGTH.pack(len(head)) + head, 0)
-        # A tensor with several names is written once.
-        for offset, name in {place.offset: name for name, place in places.items()}.items():
-            _write(descriptor, tensors[name], first + offset)
+        for offset, tensor in tensors.items():
+            _write(descriptor, tensor, first + offset)
     except OSError:
         os.close(descriptor)
         raise
@@ -62,24 +106,14 @@ def write_tensors(tensors: Mapping[str, torch.Tensor], facts: Mapping[str, Any])
     return descriptor
 
 
-def read_tensors(descriptor: int) -> TensorFile:
-    """Maps such a file, without copying it. The mapping lasts as long as a tensor of it; closes the descriptor."""
-    try:
-        # Private: processes share its pages.
-        mapping = mmap.mmap(descriptor, 0, access=mmap.ACCESS_COPY)
-    finally:
-        os.close(descriptor)
-    (length,) = _LENGTH.unpack_from(mapping)
-    head = json.loads(mapping[_LENGTH.size : _LENGTH.size + length])
-    first = _aligned(_LENGTH.size + length)
-    known: dict[int, torch.Tensor] = {}
-    tensors = {}
-    for name, fields in head["places"].items():
-        place = _Place(**fields)
-        if place.offset not in known:
-            known[place.offset] = _view(mapping, place, first)
-        tensors[name] = known[place.offset]
-    return TensorFile(tensors, head["facts"])
+def _device_memory(tensors: Mapping[int, torch.Tensor], size: int, device: torch.device) -> int:
+    descriptor = device_file(size, device)
+    memory = map_device_file(os.dup(descriptor), size, device)
+    for offset, tensor in tensors.items():
+        data = tensor.detach().contiguous().view(-1).view(torch.uint8)
+        memory[offset : offset + len(data)].copy_(data)
+    torch.cuda.synchronize(device)
+    return descriptor
 
 
 def _places(tensors: Mapping[str, torch.Tensor]) -> tuple[dict[str, _Place], int]:
@@ -104,12 +138,10 @@ def _write(descriptor: int, tensor: torch.Tensor, offset: int) -> None:
         done += os.pwrite(descriptor, data[done : done + _PIECE_BYTES], offset + done)
 
 
-def _view(mapping: mmap.mmap, place: _Place, first: int) -> torch.Tensor:
+def _view(content: torch.Tensor, place: _Place) -> torch.Tensor:
     dtype: torch.dtype = getattr(torch, place.dtype)
-    count = math.prod(place.shape)
-    if not count:
-        return torch.empty(place.shape, dtype=dtype)
-    return torch.frombuffer(mapping, dtype=dtype, count=count, offset=first + place.offset).view(place.shape)
+    num_bytes = math.prod(place.shape) * dtype.itemsize
+    return content[place.offset : place.offset + num_bytes].view(dtype).view(place.shape)
 
 
 def _aligned(size: int) -> int:

@@ -171,8 +171,8 @@ class PyTorchConfig(EngineConfig):
     def why_not_kept(self, *, kv: bool) -> str:
         if kv and not self.prefix_cache:
             return "engine.prefix_cache: false, and it is the prefix cache whose KV is kept"
-        if self.device.startswith("cuda"):
-            return f"engine.device: {self.device}: memory of a GPU cannot be kept yet"
+        if self.device.startswith("cuda") and self.execution == "library":
+            return "engine.execution: library: memory of a GPU is kept of fused models only"
         if self.tensor_parallel_size > 1:
             return "engine.tensor_parallel_size: the memory of a split model cannot be kept yet"
         return ""

@@ -111,6 +111,11 @@ class EngineCore:
         self.memory.clear_all_but(())
         return True
 
+    def distrust_memory(self) -> None:
+        """Has the next process drop the KV that outlives this one: the device has failed amid a write."""
+        if self._pool.record_of_cache is not None:
+            self._pool.record_of_cache.distrust()
+
     def close(self) -> None:
         """Frees the memory, and ends the other ranks."""
         if self.followers is not None:

@@ -12,7 +12,7 @@ import structlog
 import torch
 from typing_extensions import Self
 
-from baton.errors import BatonError, EngineFailed
+from baton.errors import BatonError, DeviceFailed, EngineFailed
 from runtime.aio import retrieved
 from services.engines.base import EngineLoad
 from services.engines.pytorch.core import EngineCore
@@ -119,6 +119,8 @@ class EngineLoop:
         except RuntimeError as error:  # PyTorch raises it for almost every failure
             _log.error("engine failed", error=str(error), exc_info=True)
             failure = failure_of("engine", error)
+            if isinstance(failure, DeviceFailed):
+                self._core.distrust_memory()
         finally:
             self._end(failure)
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -14,18 +14,19 @@ from services.engines.kv import KvLayout
 from services.engines.pytorch.config import PyTorchConfig
 from services.engines.pytorch.kv_cache.blocks import BlockPool
 from services.engines.pytorch.kv_cache.events import CacheListener
-from services.engines.pytorch.kv_cache.kept_cache import KeptCache, KeptPool, KeptShape
+from services.engines.pytorch.kv_cache.kept_cache import KeptCache, KeptPool, KeptShape, form_of
 from services.engines.pytorch.kv_cache.memory import DeviceMemory, HostMemory, open_memory
+from services.engines.pytorch.kv_cache.memory_plan import STANDBY_BYTES
 from services.engines.pytorch.kv_cache.pool_size import layout_of, num_blocks, step_tokens
 from services.engines.pytorch.kv_cache.tiers.tiers import KvTiers
 from services.engines.pytorch.lora.layers import LoraLayers
 from services.engines.pytorch.model.kept_weights import load_kept
-from services.engines.pytorch.model.loading import LoadedModel, choose_device, load_model
+from services.engines.pytorch.model.loading import LoadedModel, load_model
 from services.engines.pytorch.parallel.followers import Followers
 from services.engines.pytorch.parallel.shards import WHOLE, part_of_pool
 from services.engines.pytorch.runners.fused_runner import Sizes
 from services.engines.pytorch.runners.runner import StepRunner
-from services.engines.pytorch.runners.selection import fused_runner, open_runner
+from services.engines.pytorch.runners.selection import fused_runner, open_runner, why_not_fused
 from services.engines.pytorch.steps.scheduler import SchedulerLimits
 from services.engines.running import metrics
 
@@ -85,12 +86,17 @@ def open_parts(
     model = _load(config, followers, kept)
     lora = LoraLayers(model.module, config.lora.max_loaded, config.lora.max_rank) if config.lora else None
     layout = layout_of(config, model)
-    blocks = num_blocks(config, model, layout)
+    if kept is not None and kept.keeper.start.is_successor:
+        _rehearse(config, model, layout)
+    kept_pool = KeptPool.find(kept.keeper, form_of(config, layout)) if kept is not None and kept.kv else None
+    reserved = STANDBY_BYTES if kept is not None and kept.standby else 0
+    blocks = kept_pool.num_blocks if kept_pool else num_blocks(config, model, layout, reserved)
     blocks = followers.least_blocks(blocks) if followers else blocks
     with ExitStack() as opened:
         limits = _limits(config, model, layout, blocks - 1)
         shape = _kept_shape(layout, blocks, limits)
-        kept_pool = KeptPool.open(kept.keeper, shape, config) if kept is not None and kept.kv else None
+        if kept is not None and kept.kv and kept_pool is None:
+            kept_pool = KeptPool.create(kept.keeper, form_of(config, layout), shape, model.device)
         memory = open_memory(layout, blocks, model.device, kept_pool.pool if kept_pool else None)
         opened.callback(memory.close)
         pool = BlockPool(blocks, listener, config.retained_share)
@@ -100,6 +106,8 @@ def open_parts(
             opened.callback(tiers.close)
             pool.lower = tiers
         sizes = Sizes(limits.max_sequences, limits.max_context_tokens, limits.block_tokens, graphs=config.cuda_graphs)
+        # A process that takes over from another one answers first.
+        sizes = replace(sizes, graphs_later=kept is not None and kept.keeper.start.starts > 0)
         if followers is None:
             runner = open_runner(config, model, memory.tensor, layout, sizes, lora)
         else:
@@ -110,11 +118,23 @@ def open_parts(
 
 
 def _load(config: PyTorchConfig, followers: Followers | None, kept: KeptMemory | None) -> LoadedModel:
-    if kept is not None and (device := choose_device(config)).type != "cpu":
-        raise ConfigError(f"keep_memory: engine.device: memory of {device} cannot be kept yet")
     if kept is None or not kept.weights:
-        return load_model(config, followers.shard if followers else WHOLE)
-    return load_kept(config, kept.keeper)
+        model = load_model(config, followers.shard if followers else WHOLE)
+    else:
+        model = load_kept(config, kept.keeper)
+    if kept is not None and model.device.type == "cuda" and (obstacle := why_not_fused(config, model)):
+        raise ConfigError(f"keep_memory: engine.execution: memory of a GPU is kept of fused models only: {obstacle}")
+    return model
+
+
+def _rehearse(config: PyTorchConfig, model: LoadedModel, layout: KvLayout) -> None:
+    """Computes steps of all sizes, on a pool of its own: the kernels are then loaded before this process takes over."""
+    if model.device.type != "cuda" or why_not_fused(config, model):
+        return
+    memory = open_memory(layout, 2, model.device)
+    sizes = Sizes(config.max_sequences, model.shape.max_context_tokens, layout.block_tokens, graphs=False)
+    fused_runner(model, memory.tensor, sizes).rehearse()
+    torch.cuda.empty_cache()
 
 
 def _kept_shape(layout: KvLayout, num_blocks: int, limits: SchedulerLimits) -> KeptShape:
@@ -127,7 +147,6 @@ def _recover(pool: BlockPool, memory: HostMemory | DeviceMemory, shape: KeptShap
     """Takes over what an earlier process has left, and records from now on."""
     if kept is None:
         return Recovered()
-    assert isinstance(memory, HostMemory)
     journal = Journal(kept.journal, shape.slot, shape.num_slots)
     cache = KeptCache(kept.seals, memory, shape.layout)
     decodes: Sequence[FoundDecode] = ()
@@ -137,8 +156,8 @@ def _recover(pool: BlockPool, memory: HostMemory | DeviceMemory, shape: KeptShap
         journal.begin()
     contents = cache.recover(decodes) if kept.is_found else {}
     pool.adopt(contents)
+    pool.claim([block for decode in decodes for block in decode.blocks])
     for decode in decodes:
-        pool.claim(decode.blocks)
         metrics.RECOVERED_DECODES.labels(decode.kv).inc()
     metrics.RECOVERED_DECODES.labels("damaged").inc(journal.damaged)
     pool.record_of_cache = cache

@@ -372,6 +372,63 @@ def test_a_worker_that_was_told_to_stop_is_not_upgraded(tmp_path: Path) -> None:
         assert run.notes.count("started") == 1
 
 
+_STANDS_BY = "put:kv:one+put:weights:two+watch:600+stand_by"
+
+
+def test_a_process_that_stands_by_takes_over_from_a_worker_that_is_killed(tmp_path: Path) -> None:
+    first = f"{_STANDS_BY}+until:1 found weights+die:SIGKILL"
+    with _keeper(tmp_path, first, "get:weights:two+get:kv:one+started+lost+watch:600+exit:0") as run:
+        assert run.ended() == 0
+    assert "1 found kv ['kv of one'] stale ''" in run.notes
+    assert "1 started again by SIGKILL" in run.notes
+    assert run.notes.count("started by") == 2
+
+
+def test_a_process_that_stands_by_may_wait_for_longer_than_a_start_takes(tmp_path: Path) -> None:
+    first = f"{_STANDS_BY}+until:1 found weights+beat:6+die:SIGKILL"
+    with _keeper(tmp_path, first, "start:0.4+get:weights:two+get:kv:one+exit:0") as run:
+        assert run.ended() == 0
+    assert "1 found kv ['kv of one'] stale ''" in run.notes
+
+
+@pytest.mark.parametrize("words", ["start:600+wait", "get:kv:other+wait", "exit:1"])
+def test_a_process_that_is_not_ready_to_take_over_is_replaced(tmp_path: Path, words: str) -> None:
+    first = f"{_STANDS_BY}+until:1 started+beat:3+die:SIGKILL"
+    with _keeper(tmp_path, first, words, "get:kv:one+exit:0") as run:
+        assert run.ended() == 0
+    assert "2 started by SIGKILL" in run.notes
+    assert "2 found kv ['kv of one'] stale ''" in run.notes
+
+
+def test_a_process_that_stands_by_does_not_follow_the_second_failure_in_a_row(tmp_path: Path) -> None:
+    first = f"{_STANDS_BY}+until:1 found weights+die:SIGKILL"
+    second = "get:weights:two+get:kv:one+watch:600+stand_by+until:2 found weights+die:SIGKILL"
+    with _keeper(tmp_path, first, second, "get:weights:two+get:kv:one+exit:0") as run:
+        assert run.ended() == 0
+    assert "2 found kv" not in run.notes
+    assert "3 started by SIGKILL" in run.notes
+    assert "3 found kv ['kv of one'] stale ''" in run.notes
+
+
+def test_a_process_that_stands_by_ends_with_a_worker_that_is_told_to_stop(tmp_path: Path) -> None:
+    with _keeper(tmp_path, f"{_STANDS_BY}+hold+until:1 found weights+held+exit:0", "get:weights:two+get:kv:one") as run:
+        standby = run.pid(1)
+        run.until(lambda notes: "1 found weights" in notes)
+        run.popen.terminate()
+        assert run.ended() == 0
+    with pytest.raises(ProcessLookupError):
+        os.kill(standby, 0)
+
+
+def test_an_upgrade_begins_a_new_process_in_the_place_of_the_one_that_stands_by(tmp_path: Path) -> None:
+    first = f"{_STANDS_BY}+until:1 found weights+upgrade+die:SIGKILL"
+    with _keeper(tmp_path, first, "get:weights:two+get:kv:one", "get:kv:one+exit:0") as run:
+        assert run.ended() == 0
+    assert "0 upgrade: ready" in run.notes
+    assert "1 found kv" not in run.notes
+    assert "2 found kv ['kv of one'] stale ''" in run.notes
+
+
 def test_an_older_keeper_that_knows_no_upgrades_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(client, "_ANSWER_SECONDS", 0.2)
     own, end = pair()

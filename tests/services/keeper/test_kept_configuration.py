@@ -17,16 +17,20 @@ from services.engines.pytorch.config import PyTorchConfig
 from services.keeping import begin_start
 
 _EMBEDDED = {"kind": "pytorch", "model": "models/demo", "device": "cpu"}
+_LIBRARY_ON_A_GPU = {"device": "cuda:1", "execution": "library"}
 _SLEEP = {"group": "/nowhere", "group_bytes": 2, "bytes": 1}
+_STANDBY = {"kv": True, "weights": True, "standby": True}
 _KV = {"keep_memory": {"kv": True}}
 
 _REFUSED = [
     ({**_KV, "engine": {"kind": "simulated"}}, "keep_memory: engine.kind: the engine simulated keeps neither"),
-    ({**_KV, "engine": {**_EMBEDDED, "device": "cuda:1"}}, "keep_memory: engine.device: cuda:1"),
+    ({**_KV, "engine": {**_EMBEDDED, **_LIBRARY_ON_A_GPU}}, "keep_memory: engine.execution: library"),
     ({**_KV, "engine": {**_EMBEDDED, "tensor_parallel_size": 2}}, "keep_memory: engine.tensor_parallel_size"),
     ({**_KV, "engine": {**_EMBEDDED, "prefix_cache": False}}, "keep_memory: engine.prefix_cache"),
     ({**_KV, "engine": _EMBEDDED, "server": "grpcio"}, "keep_memory: needs server=http2"),
     ({**_KV, "engine": _EMBEDDED, "roles": ["encode"]}, "keep_memory: roles: a worker of encode"),
+    ({"keep_memory": {"kv": True, "standby": True}, "engine": _EMBEDDED}, "standby: needs weights and kv"),
+    ({"keep_memory": _STANDBY, "engine": _EMBEDDED, "sleep": _SLEEP}, "sleep: keep_memory.standby"),
     ({"keep_memory": {"kv": True, "hang_seconds": 0.1}, "engine": _EMBEDDED}, "hang_seconds"),
     ({"keep_memory": {"kv": True, "hang_seconds": math.inf}, "engine": _EMBEDDED}, "hang_seconds"),
 ]
@@ -44,6 +48,12 @@ def test_weights_are_kept_without_a_prefix_cache() -> None:
         {"keep_memory": {"weights": True}, "engine": {**_EMBEDDED, "prefix_cache": False}}
     )
     assert config.keep_memory.is_on
+
+
+@pytest.mark.parametrize("execution", ["auto", "fused"])
+def test_memory_of_a_gpu_is_kept_of_fused_models(execution: str) -> None:
+    engine = PyTorchConfig.model_validate({**_EMBEDDED, "device": "cuda:1", "execution": execution})
+    assert not engine.why_not_kept(kv=True)
 
 
 def test_nothing_is_kept_by_default() -> None:

@@ -152,7 +152,7 @@ def _die_at(write: int, cut: float) -> None:
 
 def _break() -> None:
     KeptCache.erased = lambda self, block: None  # type: ignore[method-assign]
-    KeptCache._is_whole = lambda self, block, seal, block_hash: True  # type: ignore[method-assign]
+    KeptCache._is_whole = lambda self, block, seal, digest: True  # type: ignore[method-assign]
 
 
 @dataclass(slots=True)

@@ -9,8 +9,9 @@ from contextlib import contextmanager
 
 import pytest
 
+from services.engines.pytorch.kv_cache.digester import Digests
 from services.engines.pytorch.kv_cache.tiers.disk import Buffer, DiskFile
-from services.engines.pytorch.kv_cache.tiers.host import Copier, Digests, HostRegion
+from services.engines.pytorch.kv_cache.tiers.host import Copier, HostRegion
 
 Step = tuple[type, str, type[Exception]]
 

@@ -147,6 +147,16 @@ class BlockPool:
             self.lower.stored(block_hash)
         self._emit(BlockStored(block_hash))
 
+    def seal(self) -> None:
+        """After a step: records the blocks that were stored, as far as it need not wait."""
+        if self.record_of_cache is not None:
+            self.record_of_cache.flush()
+
+    def seal_all(self) -> None:
+        """While there is no step: records all blocks that were stored."""
+        if self.record_of_cache is not None:
+            self.record_of_cache.finish()
+
     def forget(self, blocks: Sequence[int]) -> list[int]:
         """Removes blocks without other references from the cache, and returns them."""
         own = [block for block in blocks if self._references[block] == 1]
@@ -185,7 +195,7 @@ class BlockPool:
             self._idle.add(block)
 
     def claim(self, blocks: Sequence[int]) -> None:
-        """Adds a reference to each of these blocks, which a decode of an earlier process has left."""
+        """Adds a reference to each of these blocks, which decodes of an earlier process have left."""
         self.share([block for block in blocks if block in self._hash_of])
         own = {block for block in blocks if block not in self._hash_of}
         self._empty = [block for block in self._empty if block not in own]

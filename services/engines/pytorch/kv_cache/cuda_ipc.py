@@ -9,12 +9,12 @@ import os
 import threading
 from array import array
 from collections.abc import Callable, Sequence
-from functools import cache
 from typing import Any
 
 import torch
 
 from services.engines.kv import packed_ids
+from services.engines.memory.cuda_driver import check, driver
 from services.engines.memory.device_memory import DeviceCopy, DeviceExport, DeviceReader, DeviceUnavailable
 
 _HANDLE_BYTES = 64
@@ -32,21 +32,6 @@ class _Handle(ctypes.Structure):
     _fields_ = (("reserved", ctypes.c_char * _HANDLE_BYTES),)
 
 
-@cache
-def _driver() -> Any:
-    try:
-        return ctypes.CDLL("libcuda.so.1")
-    except OSError as error:
-        raise DeviceUnavailable(f"CUDA's driver cannot be loaded: {error}") from error
-
-
-def _check(code: int, what: str) -> None:
-    if code:
-        name = ctypes.c_char_p()
-        _driver().cuGetErrorName(code, ctypes.byref(name))
-        raise DeviceUnavailable(f"{what}: {(name.value or b'error').decode()} ({code})")
-
-
 def uuid_of(device: torch.device) -> str:
     """Returns the GPU's UUID."""
     return str(torch.cuda.get_device_properties(device).uuid)
@@ -54,12 +39,12 @@ def uuid_of(device: torch.device) -> str:
 
 def export_pool(pool: torch.Tensor) -> DeviceExport:
     """Returns the handle of a tensor. Raises DeviceUnavailable, for instance if its memory is mapped in pieces."""
-    driver, address = _driver(), pool.data_ptr()
+    cuda, address = driver(), pool.data_ptr()
     torch.cuda.set_device(pool.device)
     base, size, handle = ctypes.c_uint64(), ctypes.c_size_t(), _Handle()
-    found = driver.cuMemGetAddressRange_v2(ctypes.byref(base), ctypes.byref(size), ctypes.c_uint64(address))
-    _check(found, "the pool's allocation cannot be found")
-    _check(driver.cuIpcGetMemHandle(ctypes.byref(handle), base), "the pool's memory cannot be shared")
+    found = cuda.cuMemGetAddressRange_v2(ctypes.byref(base), ctypes.byref(size), ctypes.c_uint64(address))
+    check(found, "the pool's allocation cannot be found")
+    check(cuda.cuIpcGetMemHandle(ctypes.byref(handle), base), "the pool's memory cannot be shared")
     return DeviceExport(
         device=uuid_of(pool.device),
         process=os.getpid(),
@@ -89,15 +74,15 @@ def map_export(export: DeviceExport, device: torch.device) -> int:
     torch.cuda.set_device(device)
     base, handle = ctypes.c_uint64(), _Handle()
     ctypes.memmove(ctypes.byref(handle), export.handle, _HANDLE_BYTES)
-    opened = _driver().cuIpcOpenMemHandle_v2(ctypes.byref(base), handle, ctypes.c_uint(_LAZY_PEER_ACCESS))
-    _check(opened, f"the memory of process {export.process} on GPU {export.device} cannot be mapped")
+    opened = driver().cuIpcOpenMemHandle_v2(ctypes.byref(base), handle, ctypes.c_uint(_LAZY_PEER_ACCESS))
+    check(opened, f"the memory of process {export.process} on GPU {export.device} cannot be mapped")
     return base.value
 
 
 def unmap(base: int, device: torch.device) -> None:
     """Ends what `map_export` began. No kernel may use the memory any more."""
     torch.cuda.set_device(device)
-    _driver().cuIpcCloseMemHandle(ctypes.c_uint64(base))
+    driver().cuIpcCloseMemHandle(ctypes.c_uint64(base))
 
 
 def _check_handle(export: DeviceExport) -> None:
@@ -150,7 +135,7 @@ class Gather:
         """Compiles the kernel for `pool` `[blocks, ...]`, and loads it on the current device."""
         self._words = words = pool.view(pool.shape[0], -1).view(torch.int64)
         self._programs = programs
-        self._driver = _driver()
+        self._driver = driver()
         self._stream = ctypes.c_void_p(stream.cuda_stream)
         none = torch.empty(0, dtype=torch.int32, device=pool.device)
         with torch.cuda.stream(stream):
@@ -160,7 +145,7 @@ class Gather:
         self._function = ctypes.c_void_p(compiled.function)
         self._shared_bytes = ctypes.c_uint(compiled.metadata.shared)
         self._context = ctypes.c_void_p()
-        _check(self._driver.cuCtxGetCurrent(ctypes.byref(self._context)), "there is no CUDA context")
+        check(self._driver.cuCtxGetCurrent(ctypes.byref(self._context)), "there is no CUDA context")
         self._fixed = ctypes.c_int64(address), ctypes.c_uint64(words.data_ptr()), ctypes.c_int32(words.shape[1])
 
     def launch(self, ids: "IdBuffer", count: int) -> None:
@@ -169,16 +154,16 @@ class Gather:
         # Two more than the kernel declares: Triton gives its kernels ids of their own, of which this one needs none.
         values = address, words, ids.address, block_words, ctypes.c_int32(count), ctypes.c_void_p(), ctypes.c_void_p()
         arguments = (ctypes.c_void_p * len(values))(*map(ctypes.addressof, values))
-        driver, programs, one, threads = self._driver, ctypes.c_uint(self._programs), _ONE, _THREADS_OF_A_PROGRAM
+        cuda, programs, one, threads = self._driver, ctypes.c_uint(self._programs), _ONE, _THREADS_OF_A_PROGRAM
         grid = programs, one, one, threads, one, one, self._shared_bytes
-        _check(driver.cuCtxPushCurrent_v2(self._context), "the GPU's context is gone")
+        check(cuda.cuCtxPushCurrent_v2(self._context), "the GPU's context is gone")
         try:
-            ids.upload(driver, count, self._stream)
-            started = driver.cuLaunchKernel(self._function, *grid, self._stream, arguments, None)
-            _check(started, "the blocks could not be copied")
-            _check(driver.cuEventRecord(ids.event, self._stream), "the end of the copy cannot be seen")
+            ids.upload(cuda, count, self._stream)
+            started = cuda.cuLaunchKernel(self._function, *grid, self._stream, arguments, None)
+            check(started, "the blocks could not be copied")
+            check(cuda.cuEventRecord(ids.event, self._stream), "the end of the copy cannot be seen")
         finally:
-            driver.cuCtxPopCurrent_v2(ctypes.byref(ctypes.c_void_p()))
+            cuda.cuCtxPopCurrent_v2(ctypes.byref(ctypes.c_void_p()))
 
 
 class IdBuffer:
@@ -204,12 +189,12 @@ class IdBuffer:
         self._bytes[middle : 2 * middle] = memoryview(destination).cast("B")
         return len(source)
 
-    def upload(self, driver: Any, count: int, stream: ctypes.c_void_p) -> None:
+    def upload(self, cuda: Any, count: int, stream: ctypes.c_void_p) -> None:
         """Starts to copy so many pairs to the device."""
         if count:
             size = ctypes.c_size_t(2 * count * self._host.itemsize)
-            code = driver.cuMemcpyHtoDAsync_v2(self.address, self._from, size, stream)
-            _check(code, "the blocks' ids could not be copied")
+            code = cuda.cuMemcpyHtoDAsync_v2(self.address, self._from, size, stream)
+            check(code, "the blocks' ids could not be copied")
 
 
 class _Copy:

@@ -14,22 +14,24 @@ from dataclasses import dataclass
 from importlib.metadata import version
 
 import structlog
+import torch
 
 from services.engines.journal.journal import FoundDecode
 from services.engines.journal.slots import SlotShape
 from services.engines.kv import KvLayout
 from services.engines.pytorch.config import PyTorchConfig
-from services.engines.pytorch.kv_cache.memory import HostMemory, anonymous_file
+from services.engines.pytorch.kv_cache.digester import Digests
+from services.engines.pytorch.kv_cache.memory import DeviceMemory, HostMemory, anonymous_file, pool_file
 from services.engines.pytorch.model import checkpoint
 from services.engines.running import metrics
-from services.engines.seals import SEAL_BYTES, BlockContents, DamagedBlock, Sealer, host_digests, name_of
+from services.engines.seals import SEAL_BYTES, BlockContents, DamagedBlock, Sealer, name_of
 from services.keeper.client import KeeperClient
 
 _log = structlog.get_logger(__name__)
 
 _NAME = "kv"
 # Another one for each change of what is kept: pool, seals, slots or their records. Versions of Baton go on with it.
-_VERSION = 3
+_VERSION = 4
 _NO_SEAL = bytes(SEAL_BYTES)
 _EPOCH_BYTES = 8
 
@@ -46,54 +48,124 @@ class KeptShape:
 
 @dataclass(frozen=True, slots=True)
 class KeptPool:
-    """The descriptors of a pool, of its seals and of its journal; `is_found` if another process has left them."""
+    """The descriptors of a pool of `num_blocks` blocks, of its seals and of its journal; `is_found` if another process
+    has left them.
+    """
 
     pool: int
     seals: int
     journal: int
+    num_blocks: int
     is_found: bool
 
     @classmethod
-    def open(cls, keeper: KeeperClient, shape: KeptShape, config: PyTorchConfig) -> "KeptPool":
-        """Returns what the keeper holds, if it fits, or new memory that it holds from now on."""
-        sizes = [shape.layout.digest, shape.num_blocks, shape.num_slots, shape.slot.tokens, shape.slot.blocks]
-        form = [_VERSION, *sizes, config.execution, checkpoint.changes(config.model)]
-        fingerprint = json.dumps([*form, version("torch"), version("transformers")])
-        found = keeper.get(_NAME, fingerprint)
-        if found.descriptors:
-            pool, seals, journal = found.descriptors
-            return cls(pool, seals, journal, is_found=True)
+    def find(cls, keeper: KeeperClient, form: str) -> "KeptPool | None":
+        """Returns what the keeper holds of this form; None if there is nothing. A successor waits here for its turn."""
+        found = keeper.get(_NAME, form)
         if found.stale:
-            _log.warning("kept KV does not fit; it was freed", kept=found.stale, wanted=fingerprint)
+            _log.warning("kept KV does not fit; it was freed", kept=found.stale, wanted=form)
+        if not found.descriptors:
+            return None
+        pool, seals, journal = found.descriptors
+        return cls(pool, seals, journal, os.fstat(seals).st_size // SEAL_BYTES, is_found=True)
+
+    @classmethod
+    def create(cls, keeper: KeeperClient, form: str, shape: KeptShape, device: torch.device) -> "KeptPool":
+        """Returns new memory, which the keeper holds from now on. Raises DeviceUnavailable if a GPU has no room."""
         new = cls(
-            anonymous_file(shape.num_blocks * shape.layout.block_bytes),
+            pool_file(shape.num_blocks * shape.layout.block_bytes, device),
             anonymous_file(shape.num_blocks * SEAL_BYTES),
             anonymous_file(shape.num_slots * shape.slot.num_bytes),
+            shape.num_blocks,
             is_found=False,
         )
         os.pwrite(new.seals, os.urandom(_EPOCH_BYTES), 0)
-        keeper.put(_NAME, fingerprint, [new.pool, new.seals, new.journal])
+        keeper.put(_NAME, form, [new.pool, new.seals, new.journal])
         return new
 
 
-class KeptCache:
-    """The seals of a pool. Closes their descriptor; the place of block 0, which has no content, has the epoch."""
+def form_of(config: PyTorchConfig, layout: KvLayout) -> str:
+    """The form of kept KV: equal for processes that can go on with one another's.
 
-    def __init__(self, seals: int, memory: HostMemory, layout: KvLayout) -> None:
+    It has what decides the number of blocks, not the number: that depends on the free memory of a GPU.
+    """
+    sizes = [config.kv_cache_bytes, config.kv_cache_fraction, config.gpu_memory_share, config.max_step_tokens]
+    limits = [config.max_sequences, config.max_context_tokens]
+    versions = [version("torch"), version("transformers")]
+    files = checkpoint.changes(config.model)
+    return json.dumps([_VERSION, layout.digest, *sizes, *limits, config.device, config.execution, files, *versions])
+
+
+@dataclass(frozen=True, slots=True)
+class _Batch:
+    """Blocks whose digests are computed together, and the names of those that are to be sealed."""
+
+    blocks: Sequence[int]
+    names: dict[int, bytes]
+    digests: Digests
+
+
+class KeptCache:
+    """The seals of a pool. Closes their descriptor; the place of block 0, which has no content, has the epoch.
+
+    Behind it stands whether nothing in the pool can be trusted any more.
+    """
+
+    def __init__(self, seals: int, memory: HostMemory | DeviceMemory, layout: KvLayout) -> None:
         self._memory = memory
         self._block_tokens = layout.block_tokens
         self._seals = mmap.mmap(seals, memory.num_blocks * SEAL_BYTES)
         os.close(seals)
         self._sealer = Sealer(layout, int.from_bytes(self._seals[:_EPOCH_BYTES], "little"))
+        self._unsealed: dict[int, bytes] = {}
+        self._batch: _Batch | None = None
 
     def stored(self, block: int, block_hash: bytes) -> None:
-        """Seals a block whose content is complete."""
-        [digest] = host_digests(self._memory, [block])
-        self._write(block, self._sealer.seal(BlockContents(block_hash, self._block_tokens), digest))
+        """Seals a block whose content is complete: at once in host memory, by `flush` on a GPU."""
+        self._unsealed[block] = block_hash
+        if not self._memory.digests_beside_steps:
+            self.flush()
+
+    def flush(self) -> None:
+        """Writes the seals whose digests are there, and begins to compute those of the blocks that were stored since.
+
+        Does not wait. A block that has no seal yet when the process dies is lost to the cache.
+        """
+        if self._batch is not None and not self._batch.digests.is_there:
+            return
+        self._write_batch()
+        if self._unsealed:
+            blocks = list(self._unsealed)
+            self._batch = _Batch(blocks, self._unsealed, self._memory.begin_digest(blocks))
+            self._unsealed = {}
+            if not self._memory.digests_beside_steps:
+                self._write_batch()
+
+    def finish(self) -> None:
+        """Writes all seals, and waits for their digests."""
+        while self._unsealed or self._batch is not None:
+            self._write_batch()
+            self.flush()
 
     def erased(self, block: int) -> None:
         """Removes the seal of a block, before its content changes."""
+        self._unsealed.pop(block, None)
+        if self._batch is not None:
+            self._batch.names.pop(block, None)
         self._write(block, _NO_SEAL)
+
+    def distrust(self) -> None:
+        """Has the next process drop all that is in the pool: anything may have been written anywhere."""
+        self._seals[_EPOCH_BYTES] = 1
+
+    def _write_batch(self) -> None:
+        batch, self._batch = self._batch, None
+        if batch is None:
+            return
+        for block, digest in zip(batch.blocks, batch.digests.read(), strict=True):
+            if block in batch.names:
+                contents = BlockContents(batch.names[block], self._block_tokens)
+                self._write(block, self._sealer.seal(contents, digest))
 
     def recover(self, decodes: Sequence[FoundDecode] = ()) -> Mapping[int, bytes]:
         """Returns the blocks with content and their hashes, and frees the memory of all others, with their seals.
@@ -101,11 +173,13 @@ class KeptCache:
         The blocks of `decodes` stay, too. Of each, what cannot be vouched for is cut off. The last blocks come first:
         they are the ends of prefixes, as far as one can know.
         """
+        if self._seals[_EPOCH_BYTES]:
+            self._drop_all(decodes)
         for block in {block for one in decodes for block in one.blocks[one.computed // self._block_tokens :]}:
             # Its decode writes into it: that the step which filled it came to its end is not in the journal.
             self.erased(block)
         sealed = {block for block in range(1, self._memory.num_blocks) if self._seal(block) != _NO_SEAL}
-        found = self._whole()
+        found = self._whole(sealed)
         owners = Counter(block for one in decodes for block in one.blocks)
         # Two decodes may share what is sealed. What is in the table of one alone is its own, as the order of writes is.
         doubtful = {block for block in owners if block not in found and (block in sealed or owners[block] > 1)}
@@ -116,29 +190,36 @@ class KeptCache:
             self.erased(block)  # only now: a process that dies before does not trust it either
         kept = set(found).union(*(one.blocks for one in decodes))
         self._memory.clear_all_but(kept)
+        self._seals[_EPOCH_BYTES] = 0
         metrics.RECOVERED_BLOCKS.labels("used").inc(len(kept))
         metrics.RECOVERED_BLOCKS.labels("damaged").inc(len(sealed) - len(found))
         _log.info("kept KV is used again", blocks=len(kept), damaged=len(sealed) - len(found), decodes=len(decodes))
         return found
 
-    def _whole(self) -> dict[int, bytes]:
-        """The sealed blocks whose content is what the seal says."""
+    def _drop_all(self, decodes: Sequence[FoundDecode]) -> None:
+        """Drops all content; of decodes their ids alone stay."""
+        _log.warning("kept KV is dropped: a device has failed, which may have written anything into it")
+        for block in range(1, self._memory.num_blocks):
+            self.erased(block)
+        for one in decodes:
+            one.blocks, one.computed = [], 0
+
+    def _whole(self, sealed: Collection[int]) -> dict[int, bytes]:
+        """The sealed blocks whose content is what the seal says, the last first."""
         found: dict[int, bytes] = {}
         known: set[bytes] = set()
-        for block in reversed(range(1, self._memory.num_blocks)):
+        blocks = sorted(sealed, reverse=True)
+        for block, digest in zip(blocks, self._memory.digest(blocks), strict=True):
             seal = self._seal(block)
-            if seal == _NO_SEAL:
-                continue
             block_hash = name_of(seal)
-            if block_hash not in known and self._is_whole(block, seal, block_hash):
+            if block_hash not in known and self._is_whole(block, seal, digest):
                 found[block] = block_hash
                 known.add(block_hash)
         return found
 
-    def _is_whole(self, block: int, seal: bytes, block_hash: bytes) -> bool:
-        [digest] = host_digests(self._memory, [block])
+    def _is_whole(self, block: int, seal: bytes, digest: int) -> bool:
         try:
-            self._sealer.check(seal, BlockContents(block_hash, self._block_tokens), digest)
+            self._sealer.check(seal, BlockContents(name_of(seal), self._block_tokens), digest)
         except DamagedBlock as damage:
             _log.warning("a kept block is damaged", block=block, differs=str(damage))
             return False

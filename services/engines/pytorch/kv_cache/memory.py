@@ -11,6 +11,7 @@ import structlog
 import torch
 
 from services.engines.kv import BlockMemory, BlockWriter, KvLayout
+from services.engines.memory.device_file import device_file, map_device_file
 from services.engines.memory.device_memory import (
     DeviceArea,
     DeviceExport,
@@ -20,7 +21,8 @@ from services.engines.memory.device_memory import (
 )
 from services.engines.memory.shared_pool import ViewWriter, block_views, runs
 from services.engines.pytorch.kv_cache.cuda_ipc import attach_pool, export_pool
-from services.engines.pytorch.kv_cache.digester import Digester
+from services.engines.pytorch.kv_cache.digester import Digester, Digests
+from services.engines.seals import host_digests
 
 log = structlog.get_logger(__name__)
 
@@ -32,13 +34,18 @@ def open_memory(
 ) -> "HostMemory | DeviceMemory":
     """Allocates zeroed memory for `num_blocks` blocks: a mapped file in host memory, or a tensor on the device.
 
-    `kept` is the descriptor of a file that is there already, which the memory then owns.
+    `kept` is the descriptor of a file of `pool_file` that is there already, which the memory then owns.
 
     Raises DeviceUnavailable if there is no such device.
     """
     if device.type == "cpu":
         return HostMemory(layout, num_blocks, kept)
-    return DeviceMemory(layout, num_blocks, device)
+    return DeviceMemory(layout, num_blocks, device, kept)
+
+
+def pool_file(size: int, device: torch.device) -> int:
+    """Returns the descriptor of new zeroed memory, which outlives the process with it. Raises DeviceUnavailable."""
+    return anonymous_file(size) if device.type == "cpu" else device_file(size, device)
 
 
 def block_shape(layout: KvLayout) -> tuple[int, ...]:
@@ -48,6 +55,8 @@ def block_shape(layout: KvLayout) -> tuple[int, ...]:
 
 class HostMemory(BlockMemory):
     """A pool in a file without a name (memfd). Pages are allocated when they are first written."""
+
+    digests_beside_steps = False
 
     def __init__(self, layout: KvLayout, num_blocks: int, kept: int | None = None) -> None:
         self._num_blocks = num_blocks
@@ -81,6 +90,14 @@ class HostMemory(BlockMemory):
     def write(self, block_ids: Sequence[int]) -> BlockWriter:
         """Returns views of the pool itself."""
         return ViewWriter(self._views(block_ids))
+
+    def digest(self, block_ids: Sequence[int]) -> list[int]:
+        """The digests of blocks."""
+        return host_digests(self, block_ids)
+
+    def begin_digest(self, block_ids: Sequence[int]) -> Digests:
+        """The digests of blocks, at once."""
+        return Digests(torch.tensor(self.digest(block_ids), dtype=torch.uint64))
 
     def clear_all_but(self, blocks: Collection[int]) -> None:
         """Zeroes all other blocks, and frees their memory."""
@@ -120,11 +137,18 @@ class DeviceWriter:
 class DeviceMemory(BlockMemory):
     """A pool on a device. Blocks are read and written through pinned host memory, on a separate stream."""
 
-    def __init__(self, layout: KvLayout, num_blocks: int, device: torch.device) -> None:
+    digests_beside_steps = True
+
+    def __init__(self, layout: KvLayout, num_blocks: int, device: torch.device, kept: int | None = None) -> None:
         if (device.index or 0) >= torch.cuda.device_count():
             raise DeviceUnavailable(f"{device} does not exist: this process sees {torch.cuda.device_count()} GPUs")
         self._block_bytes = layout.block_bytes
-        self.tensor = torch.zeros((num_blocks, *block_shape(layout)), dtype=DTYPES[layout.dtype], device=device)
+        self._is_kept = kept is not None
+        shape, dtype = (num_blocks, *block_shape(layout)), DTYPES[layout.dtype]
+        if kept is None:
+            self.tensor = torch.zeros(shape, dtype=dtype, device=device)
+        else:
+            self.tensor = map_device_file(kept, num_blocks * layout.block_bytes, device).view(dtype).view(shape)
         self._bytes = self.tensor.view(num_blocks, -1).view(torch.uint8)
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self._digester = Digester(layout.block_bytes, device)
@@ -165,11 +189,25 @@ class DeviceMemory(BlockMemory):
 
     def digest(self, block_ids: Sequence[int]) -> list[int]:
         """The digests of blocks, computed on the device."""
+        if not block_ids:
+            return []
+        return [each % 2**64 for each in self.begin_digest(block_ids).read()]
+
+    def begin_digest(self, block_ids: Sequence[int]) -> Digests:
+        """Starts to compute the digests of blocks on the device, and does not wait. Their steps have ended."""
         with torch.inference_mode(), torch.cuda.stream(self._stream):
-            words = self._bytes.view(torch.int32)
-            return [int(each) % 2**64 for each in self._digester.digest(words, block_ids).tolist()]
+            return self._digester.begin(self._bytes.view(torch.int32), block_ids)
+
+    def clear_all_but(self, blocks: Collection[int]) -> None:
+        """Zeroes all other blocks."""
+        with torch.inference_mode(), torch.cuda.stream(self._stream):
+            for first, count in runs([block for block in range(self.num_blocks) if block not in blocks]):
+                self._bytes[first : first + count].zero_()
+        self._stream.synchronize()
 
     def export(self) -> DeviceExport:
+        if self._is_kept:
+            raise DeviceUnavailable("CUDA has no IPC handle for memory that outlives the process (keep_memory.kv)")
         return export_pool(self.tensor)
 
     def attach(self, export: DeviceExport) -> DeviceReader:

@@ -56,18 +56,25 @@ def pool_bytes(free: int, total: int, allocated: int, share: float, step: int) -
     return size
 
 
-def plan_pool(config: PyTorchConfig, model: LoadedModel, step_tokens: int) -> int:
-    """Returns the pool's bytes on this model's GPU, as configured or computed. Raises ConfigError."""
+STANDBY_BYTES = 3 << 29
+"""For a process that stands by: its context, kernels, and the workspace of matrix products."""
+
+
+def plan_pool(config: PyTorchConfig, model: LoadedModel, step_tokens: int, reserved: int = 0) -> int:
+    """Returns the pool's bytes on this model's GPU, as configured or computed, without those that are reserved.
+
+    Raises ConfigError.
+    """
     free, total = torch.cuda.mem_get_info(model.device)
+    free -= reserved
     if config.kv_cache_fraction is not None:
         return int(free * config.kv_cache_fraction)
-    module: Any = model.module
-    text = module.config.get_text_config()
+    hidden_size, intermediate_size = _widths(model)
     shape = StepShape(
         step_tokens=step_tokens,
         max_sequences=config.max_sequences,
-        hidden_size=int(text.hidden_size),
-        intermediate_size=int(text.intermediate_size) * int(getattr(text, "num_experts_per_tok", None) or 1),
+        hidden_size=hidden_size,
+        intermediate_size=intermediate_size,
         head_numbers=(model.shape.query_heads + 2 * model.shape.kv_heads) * model.shape.head_dim,
         vocab_size=model.shape.vocab_size,
         width=model.dtype.itemsize,
@@ -75,4 +82,15 @@ def plan_pool(config: PyTorchConfig, model: LoadedModel, step_tokens: int) -> in
     # Memory that the allocator has cached without using it is available too.
     allocated = torch.cuda.memory_allocated(model.device)
     cached = torch.cuda.memory_reserved(model.device) - allocated
-    return pool_bytes(free + cached, total, allocated, config.gpu_memory_share, step_bytes(shape))
+    used = allocated + model.kept_bytes
+    return pool_bytes(free + cached, total, used, config.gpu_memory_share, step_bytes(shape))
+
+
+def _widths(model: LoadedModel) -> tuple[int, int]:
+    """The hidden and the intermediate size, of all experts that compute a token together."""
+    if model.fused is not None:
+        return model.fused.embedding.shape[1], model.fused.layers[0].down.weight.shape[1]
+    module: Any = model.module
+    text = module.config.get_text_config()
+    experts = int(getattr(text, "num_experts_per_tok", None) or 1)
+    return int(text.hidden_size), int(text.intermediate_size) * experts

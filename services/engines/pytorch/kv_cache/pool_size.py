@@ -30,11 +30,14 @@ def layout_of(config: PyTorchConfig, model: LoadedModel) -> KvLayout:
     )
 
 
-def num_blocks(config: PyTorchConfig, model: LoadedModel, layout: KvLayout) -> int:
-    """Returns the number of blocks in the cache's memory, one of them for padding."""
+def num_blocks(config: PyTorchConfig, model: LoadedModel, layout: KvLayout, reserved: int = 0) -> int:
+    """Returns the number of blocks in the cache's memory, one of them for padding.
+
+    `reserved` are the bytes of a GPU that are left for another process.
+    """
     size = config.kv_cache_bytes or _HOST_CACHE_BYTES
     if config.kv_cache_bytes is None and model.device.type == "cuda":
-        size = plan_pool(config, model, step_tokens(config, model.device.type))
+        size = plan_pool(config, model, step_tokens(config, model.device.type), reserved)
     count = size // layout.block_bytes
     if count < 2:
         raise ConfigError(f"engine.kv_cache_bytes: {size} bytes are less than two blocks of {layout.block_bytes} bytes")

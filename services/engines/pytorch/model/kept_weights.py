@@ -17,12 +17,21 @@ import torch
 from baton.errors import ConfigError
 from baton.version import __version__
 from services.engines.kv import KvLayout
+from services.engines.memory.device_memory import DeviceUnavailable
 from services.engines.memory.tensor_file import TensorFile, read_tensors, write_tensors
 from services.engines.pytorch.config import PyTorchConfig
 from services.engines.pytorch.kernels.paged_ops import HeadNorms
 from services.engines.pytorch.model import checkpoint
 from services.engines.pytorch.model.fused_model import FusedLayer, FusedWeights, Projection, why_not
-from services.engines.pytorch.model.loading import LoadedModel, kind_of, load_model, name_of, read_config
+from services.engines.pytorch.model.loading import (
+    LoadedModel,
+    choose_device,
+    kind_of,
+    load_model,
+    name_of,
+    read_config,
+    use_device,
+)
 from services.engines.pytorch.model.support import TextShape
 from services.engines.rules import ImageRules
 from services.keeper.client import KeeperClient
@@ -30,40 +39,43 @@ from services.keeper.client import KeeperClient
 _log = structlog.get_logger(__name__)
 
 _NAME = "weights"
-_VERSION = 1
+_VERSION = 2
 
 
 def load_kept(config: PyTorchConfig, keeper: KeeperClient) -> LoadedModel:
     """Returns the model on the weights that the keeper holds; loads them, and has them kept, if it has none that fit.
 
-    For a CPU. Raises ConfigError as load_model does.
+    On a GPU of fused models alone. Raises ConfigError as load_model does.
     """
-    wanted = _fingerprint(config)
+    wanted, device = _fingerprint(config), choose_device(config)
     kept = keeper.get(_NAME, wanted)
     if kept.descriptors:
-        return _bound(config, read_tensors(kept.descriptors[0]))
+        use_device(device)
+        return _bound(config, read_tensors(kept.descriptors, device), device)
     if kept.stale:
         _log.warning("kept weights do not fit; loading the checkpoint", kept=kept.stale[:12], wanted=wanted[:12])
     model = load_model(config)
-    if _is_fused(config) and (config.lora or why_not(model.module.config)):  # type: ignore[arg-type]
-        return model  # which the runner refuses, with the reason
+    if _is_fused(config, device) and (config.lora or why_not(model.module.config)):  # type: ignore[arg-type]
+        return model  # which is refused, with the reason
     try:
-        content = read_tensors(_write(config, model, keeper, wanted))
-    except OSError as error:
+        content = read_tensors(_write(config, model, keeper, wanted), device)
+    except (OSError, DeviceUnavailable) as error:
         _log.warning("weights cannot be kept; the worker goes on without", error=str(error))
         return model
     del model
-    return _bound(config, content)
+    if device.type == "cuda":
+        torch.cuda.empty_cache()  # of the weights that were copied: the pool takes what is free
+    return _bound(config, content, device)
 
 
-def _write(config: PyTorchConfig, model: LoadedModel, keeper: KeeperClient, fingerprint: str) -> int:
+def _write(config: PyTorchConfig, model: LoadedModel, keeper: KeeperClient, fingerprint: str) -> list[int]:
     facts: dict[str, Any] = {
         "shape": asdict(model.shape),
         "dtype": name_of(model.dtype),
         "eos_token_ids": model.eos_token_ids,
         "images": None if model.images is None else asdict(model.images),
     }
-    if _is_fused(config):
+    if _is_fused(config, model.device):
         weights = FusedWeights.of(model.module, model.shape.max_context_tokens)
         tensors = dict(_named(weights))
         norms = weights.layers[0].head_norms
@@ -75,25 +87,26 @@ def _write(config: PyTorchConfig, model: LoadedModel, keeper: KeeperClient, fing
         }
     else:
         tensors = _tensors_of(model.module)
-    descriptor = write_tensors(tensors, facts)
-    keeper.put(_NAME, fingerprint, [descriptor])
-    return descriptor
+    descriptors = write_tensors(tensors, facts)
+    keeper.put(_NAME, fingerprint, descriptors)
+    return descriptors
 
 
-def _bound(config: PyTorchConfig, content: TensorFile) -> LoadedModel:
+def _bound(config: PyTorchConfig, content: TensorFile, device: torch.device) -> LoadedModel:
     facts = content.facts
     images = facts["images"]
     dtype: torch.dtype = getattr(torch, facts["dtype"])
-    fused = _fused(content) if _is_fused(config) else None
+    fused = _fused(content) if _is_fused(config, device) else None
     module = torch.nn.Module() if fused is not None else _module(config, dtype, content.tensors)
     return LoadedModel(
         module=module,
         shape=TextShape(**facts["shape"]),
-        device=torch.device("cpu"),
+        device=device,
         dtype=dtype,
         eos_token_ids=tuple(facts["eos_token_ids"]),
         images=images and ImageRules(**(images | {"embedding_layout": KvLayout(**images["embedding_layout"])})),
         fused=fused,
+        kept_bytes=content.tensors["embedding"].untyped_storage().nbytes() if device.type == "cuda" else 0,
     )
 
 
@@ -183,9 +196,9 @@ def _fused(content: TensorFile) -> FusedWeights:
     )
 
 
-def _is_fused(config: PyTorchConfig) -> bool:
-    """True if the engine, on a CPU, computes by the fused model."""
-    return config.execution == "fused"
+def _is_fused(config: PyTorchConfig, device: torch.device) -> bool:
+    """True if the engine computes by the fused model, or is refused."""
+    return config.execution == "fused" or device.type == "cuda"
 
 
 def _fingerprint(config: PyTorchConfig) -> str:
@@ -194,7 +207,7 @@ def _fingerprint(config: PyTorchConfig) -> str:
     digest = hashlib.sha256(_checkpoint(folder).encode())
     for path in sorted(folder.glob("*.json")):
         digest.update(hashlib.sha256(path.read_bytes()).digest())
-    form = [_VERSION, config.dtype, _is_fused(config), config.max_context_tokens, version("torch")]
+    form = [_VERSION, config.device, config.dtype, config.execution, config.max_context_tokens, version("torch")]
     versions = [version("transformers"), __version__]
     digest.update(json.dumps([*form, *versions, checkpoint.changes(folder)]).encode())
     return digest.hexdigest()

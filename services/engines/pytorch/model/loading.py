@@ -27,7 +27,10 @@ _log = structlog.get_logger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class LoadedModel:
-    """A model on its device, ready to be called: `module` by transformers, unless the `fused` weights are all of it."""
+    """A model on its device, ready to be called: `module` by transformers, unless the `fused` weights are all of it.
+
+    `kept_bytes` of a GPU are those of weights in memory that PyTorch has not allocated.
+    """
 
     module: torch.nn.Module
     shape: TextShape
@@ -37,6 +40,7 @@ class LoadedModel:
     images: ImageRules | None
     shard: Shard = WHOLE
     fused: FusedWeights | None = None
+    kept_bytes: int = 0
 
 
 def load_model(config: PyTorchConfig, shard: Shard = WHOLE) -> LoadedModel:

@@ -4,7 +4,6 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import numpy as np
 import structlog
@@ -39,12 +38,17 @@ Announce = Callable[[DecodeArrays | StepArrays], None]
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """The limits of a step, and whether decode steps are captured in CUDA graphs."""
+    """The limits of a step, and whether decode steps are captured in CUDA graphs.
+
+    They are captured before the first step; `graphs_later`: the largest, which any number of sequences can use, and the
+    others while there is no step.
+    """
 
     max_sequences: int
     max_context_tokens: int
     block_tokens: int
     graphs: bool = True
+    graphs_later: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +88,8 @@ class FusedRunner:
         self._newest = torch.zeros(sizes.max_sequences, dtype=torch.int64, device=device)
         self.has_graphs = device.type == "cuda" and sizes.graphs
         model.prepare(sizes.max_sequences)
+        self._uncaptured: list[int] = []  # sizes that are captured later, the smallest first
+        self._pool = torch.cuda.graph_pool_handle() if self.has_graphs else None
         self._decodes = self._make_decodes()
         self._masks = MaskThreads()
 
@@ -122,6 +128,19 @@ class FusedRunner:
     def free_graphs(self) -> None:
         """Frees the captured steps; none can be started afterwards. NCCL's operations in them end only then."""
         self._decodes.clear()
+
+    def rehearse(self) -> None:
+        """Computes an empty decode step of each size."""
+        for decode in self._decodes:
+            decode.run()
+
+    def prepare_more(self) -> bool:
+        """Captures the largest size that is not yet. See StepRunner."""
+        if self._uncaptured:
+            began, size = time.monotonic(), self._uncaptured.pop()
+            self._decodes.insert(0, self._graphed_decode(size))
+            _log.info("decode step captured", size=size, seconds=round(time.monotonic() - began, 3))
+        return bool(self._uncaptured)
 
     def _compute(self, chunks: Sequence[Chunk]) -> tuple[torch.Tensor, torch.Tensor]:
         """Computes any step, operation by operation."""
@@ -169,10 +188,12 @@ class FusedRunner:
         sizes = buckets(self._sizes.max_sequences)
         if not self.has_graphs:
             return [self._plain_decode(size) for size in sizes]
+        if self._sizes.graphs_later:
+            *self._uncaptured, largest = sizes
+            sizes = [largest]
         began = time.monotonic()
-        pool = torch.cuda.graph_pool_handle()
         # The largest first: its memory is then enough for the others.
-        made = [self._graphed_decode(size, pool) for size in reversed(sizes)]
+        made = [self._graphed_decode(size) for size in reversed(sizes)]
         _log.info("decode steps captured", sizes=sizes, seconds=round(time.monotonic() - began, 1))
         return made[::-1]
 
@@ -190,7 +211,7 @@ class FusedRunner:
 
         return Decode(size, layout, flat, logits, outcome, run)
 
-    def _graphed_decode(self, size: int, pool: Any) -> Decode:
+    def _graphed_decode(self, size: int) -> Decode:
         layout = self._decode_layout(size)
         flat = upload(layout.empty(), self._device)
         step = layout.views(flat, size)
@@ -202,7 +223,7 @@ class FusedRunner:
         torch.cuda.current_stream(self._device).wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
         # Capture only the operations of this thread: other threads may use the GPU meanwhile.
-        with torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
+        with torch.cuda.graph(graph, pool=self._pool, stream=stream, capture_error_mode="thread_local"):
             logits = self._decoded(step)
             outcome = choose(logits)
             self._newest[:size] = outcome[0]

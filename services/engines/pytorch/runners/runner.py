@@ -35,6 +35,9 @@ class StepRunner(Protocol):
     def start(self, chunks: Sequence[Chunk]) -> InflightStep:
         """Starts to compute the chunks' KV into their blocks. Later steps see that KV."""
 
+    def prepare_more(self) -> bool:
+        """Prepares later steps, for a short time, while there is none. False if nothing is left to prepare."""
+
 
 class LibraryRunner:
     """Steps by transformers' own modules, for every supported model and device."""
@@ -65,6 +68,10 @@ class LibraryRunner:
         chosen = iter(sample(logits.float(), states) if sampling else [])
         outcomes = [confirmed(chunk, chosen) if chunk.samples else None for chunk in step.chunks]
         return InflightStep(step.chunks, partial(_completed, outcomes, logits), may_be_followed=False)
+
+    def prepare_more(self) -> bool:
+        """False. See StepRunner."""
+        return False
 
     def _tokens(self, step: StepInput) -> dict[str, torch.Tensor]:
         """Returns the model's input: ids or, with media, the embeddings of ids and media."""

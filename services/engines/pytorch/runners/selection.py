@@ -31,11 +31,11 @@ def open_runner(
     """Returns the runner that `execution` asks for. Raises ConfigError if that is the fused one and it is not
     supported.
     """
-    obstacle = _obstacle(config, model)
+    obstacle = why_not_fused(config, model)
     if config.execution == "fused" and obstacle:
         raise ConfigError(f"engine.execution: the model cannot be computed by the fused kernels: {obstacle}")
-    if config.execution == "library" or obstacle:
-        _log.info("steps are computed by transformers' modules", reason=obstacle or "engine.execution says so")
+    if obstacle:
+        _log.info("steps are computed by transformers' modules", reason=obstacle)
         return LibraryRunner(model, KvCache(pool, layout), lora)
     return fused_runner(model, pool, sizes)
 
@@ -49,7 +49,10 @@ def fused_runner(
     return FusedRunner(fused, sizes, model.device, announce)
 
 
-def _obstacle(config: PyTorchConfig, model: LoadedModel) -> str:
+def why_not_fused(config: PyTorchConfig, model: LoadedModel) -> str:
+    """Returns why the fused runner does not compute this model as it is configured; empty if it does."""
+    if config.execution == "library":
+        return "engine.execution says so"
     if model.device.type == "cuda" and find_spec("triton") is None:
         return "Triton is not installed"
     if model.device.type == "cpu" and config.execution == "auto":

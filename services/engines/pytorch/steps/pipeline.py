@@ -15,6 +15,8 @@ from services.engines.pytorch.steps.scheduler import Scheduler
 
 _MASK_POLL_SECONDS = 0.002
 LOAD_POLL_SECONDS = 0.001
+# Without work for so long, the runner prepares later steps: not while a worker takes over from another one.
+_IDLE_SECONDS = 0.5
 
 
 class StepPipeline:
@@ -33,6 +35,8 @@ class StepPipeline:
         self._rules = rules
         self._inflight: InflightStep | None = None
         self._stuck_since: float | None = None
+        self._idle_since: float | None = None
+        self._is_prepared = False
 
     def step(self) -> bool:
         """Starts a step, and completes the previous one, if it is in flight. Returns False if there was
@@ -50,11 +54,20 @@ class StepPipeline:
         if inflight is not None:
             self._process(inflight)
         elif not chunks:
+            self._prepare_if_idle()
             return self._fail_if_stuck()
-        self._stuck_since = None
+        self._stuck_since = self._idle_since = None
         if self._inflight is not None and not self._inflight.may_be_followed:
             self.finish_step()
         return True
+
+    def _prepare_if_idle(self) -> None:
+        """Uses the time while there is nothing to compute."""
+        self._pool.seal_all()
+        now = time.monotonic()
+        self._idle_since = self._idle_since or now
+        if not self._is_prepared and now - self._idle_since >= _IDLE_SECONDS:
+            self._is_prepared = not self._runner.prepare_more()
 
     def finish_step(self) -> None:
         """Waits for the step in flight, if there is one, and processes its outcome."""
@@ -70,7 +83,7 @@ class StepPipeline:
         if self._tiers is not None and self._tiers.is_busy:
             return LOAD_POLL_SECONDS
         if self._stuck_since is None:
-            return None
+            return None if self._is_prepared else _IDLE_SECONDS
         return max(0.0, self._stuck_since + self._rules.held_wait_seconds - time.monotonic())
 
     def _start(self, chunks: list[Chunk]) -> InflightStep | None:
@@ -103,6 +116,7 @@ class StepPipeline:
         if shortage is not None:
             self._drop_largest(inflight.chunks, shortage)
         self._outcomes.end_leaving()
+        self._pool.seal()
 
     def _drop_largest(self, chunks: Sequence[Chunk], error: RuntimeError) -> None:
         """Fails the request that needs the most memory, so that the step can be tried again. Raises other errors."""

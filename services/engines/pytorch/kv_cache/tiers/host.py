@@ -3,13 +3,12 @@
 import mmap
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
 
 import structlog
 import torch
 
 from services.engines.kv import KvLayout
-from services.engines.pytorch.kv_cache.digester import Digester
+from services.engines.pytorch.kv_cache.digester import Digester, Digests
 from services.engines.pytorch.kv_cache.memory import HostMemory
 from services.engines.seals import SEAL_BYTES
 
@@ -43,20 +42,6 @@ class HostRegion:
         self.memory.close()
 
 
-@dataclass(frozen=True, slots=True)
-class Digests:
-    """Digests on their way to host memory, where they are once `arrived` has happened."""
-
-    home: torch.Tensor
-    arrived: torch.cuda.Event | None
-
-    def read(self) -> list[int]:
-        """Waits for them, and returns them."""
-        if self.arrived is not None:
-            self.arrived.synchronize()
-        return [int(each) for each in self.home.tolist()]
-
-
 class Copier:
     """Copies blocks between the pool and rows of host memory, and digests those in the pool.
 
@@ -84,15 +69,10 @@ class Copier:
     def digest(self, blocks: Sequence[int]) -> Digests:
         """Starts to digest blocks of the pool, once the copies before have ended. Copies that follow do not wait."""
         if self._digests is None or self._copies is None:
-            return Digests(self._digester.digest(self._pool, blocks), None)
+            return self._digester.begin(self._pool, blocks)
         self._digests.wait_stream(self._copies)
         with torch.cuda.stream(self._digests):
-            found = self._digester.digest(self._pool, blocks)
-            home = torch.empty(found.shape, dtype=found.dtype, pin_memory=True)
-            home.copy_(found, non_blocking=True)
-            arrived = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
-            arrived.record()
-            return Digests(home, arrived)
+            return self._digester.begin(self._pool, blocks)
 
     def wait(self) -> None:
         """Waits for everything that was started. Any thread may call it."""

@@ -8,8 +8,9 @@ from contextlib import suppress
 import structlog
 
 from services.engines.kv_events import KvTier
+from services.engines.pytorch.kv_cache.digester import Digests
 from services.engines.pytorch.kv_cache.tiers.disk import Buffers, DiskFile
-from services.engines.pytorch.kv_cache.tiers.host import Copier, Digests, HostRegion
+from services.engines.pytorch.kv_cache.tiers.host import Copier, HostRegion
 from services.engines.pytorch.kv_cache.tiers.jobs import Demotion, Load, LoadItem, Write
 from services.engines.pytorch.kv_cache.tiers.mover import Mover
 from services.engines.seals import DamagedBlock, Sealer

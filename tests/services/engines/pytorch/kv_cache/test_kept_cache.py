@@ -9,19 +9,27 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import aclosing
 from pathlib import Path
+from typing import NoReturn
 
 import pytest
+import torch
+from structlog.testing import capture_logs
+from structlog.typing import EventDict
 from support.cluster.processes import ROOT
 from support.engines.checkpoints import PlainModel, save_llama
+from support.engines.device import DEVICE
 from support.engines.embedded import Checkpoint
 from support.engines.engine_calls import blocks_used, collect, greedy
+from support.eventually import eventually
 from support.keeping import KeepsHere, keeper_here
 
+from baton.errors import EngineFailed
 from services.engines.context import KeptMemory
 from services.engines.kv import KvLayout
 from services.engines.kv_events import KvSnapshot
 from services.engines.prompt import Prompt
 from services.engines.pytorch.engine import PyTorchEngine
+from services.engines.pytorch.kv_cache.digester import Digests
 from services.engines.pytorch.kv_cache.kept_cache import KeptCache
 from services.engines.pytorch.kv_cache.memory import HostMemory
 from services.engines.seals import SEAL_BYTES
@@ -39,8 +47,7 @@ def keeper() -> Iterator[KeepsHere]:
 
 
 def _engine(checkpoint: Checkpoint, kept: KeptMemory, **options: object) -> PyTorchEngine:
-    """On the CPU, whose memory alone can be kept."""
-    return PyTorchEngine(checkpoint.config(**{"device": "cpu", **options}), kept=kept)
+    return PyTorchEngine(checkpoint.config(**options), kept=kept)
 
 
 async def test_the_next_engine_computes_only_what_was_not_in_a_full_block(
@@ -59,6 +66,50 @@ async def test_the_next_engine_computes_only_what_was_not_in_a_full_block(
     assert again.finished.cached_tokens == 96
     assert continued.ids == first.ids[13:]
     assert continued.finished.cached_tokens == 112
+
+
+def _has(logs: Sequence[EventDict], event: str) -> bool:
+    return any(entry["event"] == event for entry in logs)
+
+
+@pytest.mark.skipif(DEVICE != "cuda", reason="needs a GPU, and BATON_TEST_DEVICE=cuda")
+async def test_an_engine_that_starts_again_on_a_gpu_captures_its_steps_later(
+    llama: Checkpoint, keeper: KeepsHere
+) -> None:
+    expected = llama.generate(PROMPT, 40)
+    for starts in (0, 1):
+        with keeper.memory(weights=True, kv=True, starts=starts) as kept, capture_logs() as logs:
+            async with _engine(llama, kept) as engine:
+                [first] = [entry["sizes"] for entry in logs if entry["event"] == "decode steps captured"]
+                assert (len(first) == 1) == bool(starts)
+                answer = await collect(engine.decode(Prompt(PROMPT), greedy(40)))
+                if starts:
+                    await eventually(lambda logs=logs: _has(logs, "decode step captured"))
+                again = await collect(engine.decode(Prompt(PROMPT), greedy(40)))
+        assert answer.ids[: len(expected)] == expected
+        assert again.ids == answer.ids
+
+
+@pytest.mark.parametrize(
+    ("error", "cached"),
+    [(torch.AcceleratorError("CUDA error: an illegal memory access was encountered"), 0), (RuntimeError("other"), 96)],
+)
+async def test_kv_is_not_used_after_an_error_of_the_device(
+    llama: Checkpoint, keeper: KeepsHere, error: RuntimeError, cached: int
+) -> None:
+    def fail(_chunks: object) -> NoReturn:
+        raise error
+
+    with keeper.memory(kv=True) as kept:
+        async with _engine(llama, kept) as engine:
+            await collect(engine.decode(Prompt(PROMPT), greedy(4)))
+            engine.runner.start = fail  # type: ignore[method-assign]
+            with pytest.raises(EngineFailed):
+                await collect(engine.decode(Prompt(PROMPT), greedy(4)))
+    with keeper.memory(kv=True) as kept:
+        async with _engine(llama, kept) as engine:
+            again = await collect(engine.decode(Prompt(PROMPT), greedy(4)))
+    assert again.finished.cached_tokens == cached
 
 
 async def test_routers_are_told_of_the_blocks_that_were_found(llama: Checkpoint, keeper: KeepsHere) -> None:
@@ -154,6 +205,90 @@ def test_a_seal_that_is_torn_is_found() -> None:
         # An erasure that has come as far as this, unless what is left was zero before.
         os.pwrite(kept.seals, bytes(size), 3 * SEAL_BYTES)
         assert kept.open()[0].recover() == {4: names[4]}
+
+
+class _Arrival:
+    """The end of what a GPU would compute, which the test tells."""
+
+    def __init__(self) -> None:
+        self.has_come = False
+        self.waits = 0
+
+    def query(self) -> bool:
+        return self.has_come
+
+    def synchronize(self) -> None:
+        self.waits += 1
+
+
+class _SlowMemory(HostMemory):
+    """Host memory whose digests take their time, as those of a GPU do."""
+
+    digests_beside_steps = True
+    arrivals: tuple[_Arrival, ...] = ()
+
+    def begin_digest(self, block_ids: Sequence[int]) -> Digests:
+        self.arrivals += (_Arrival(),)
+        return Digests(super().begin_digest(block_ids).home, self.arrivals[-1])
+
+
+def _slow(kept: _Kept) -> tuple[KeptCache, _SlowMemory]:
+    kept.fill([])
+    memory = _SlowMemory(LAYOUT, BLOCKS, os.dup(kept.pool))
+    return KeptCache(os.dup(kept.seals), memory, LAYOUT), memory
+
+
+def test_blocks_are_sealed_once_their_digests_are_there() -> None:
+    kept = _Kept()
+    cache, memory = _slow(kept)
+    cache.stored(3, b"n" * 16)
+    cache.flush()
+    cache.stored(4, b"m" * 16)
+    cache.flush()
+    assert len(memory.arrivals) == 1
+    assert kept.open()[0].recover() == {}
+    memory.arrivals[0].has_come = True
+    cache.flush()
+    assert len(memory.arrivals) == 2
+    assert os.pread(kept.seals, 16, 3 * SEAL_BYTES) == b"n" * 16
+    assert os.pread(kept.seals, 16, 4 * SEAL_BYTES) == bytes(16)
+
+
+def test_while_there_is_no_step_all_blocks_are_sealed() -> None:
+    kept = _Kept()
+    cache, memory = _slow(kept)
+    cache.stored(3, b"n" * 16)
+    cache.flush()
+    cache.stored(4, b"m" * 16)
+    cache.finish()
+    assert [arrival.waits for arrival in memory.arrivals] == [1, 1]
+    assert kept.open()[0].recover() == {3: b"n" * 16, 4: b"m" * 16}
+
+
+@pytest.mark.parametrize("is_begun", [False, True])
+def test_a_block_that_is_used_anew_meanwhile_gets_no_seal(*, is_begun: bool) -> None:
+    kept = _Kept()
+    cache, memory = _slow(kept)
+    cache.stored(3, b"n" * 16)
+    cache.stored(4, b"m" * 16)
+    if is_begun:
+        cache.flush()
+    cache.erased(3)
+    cache.flush()
+    memory.arrivals[0].has_come = True
+    cache.flush()
+    assert kept.open()[0].recover() == {4: b"m" * 16}
+
+
+def test_nothing_is_used_again_after_a_device_has_failed() -> None:
+    kept = _Kept()
+    names = kept.fill([3, 4])
+    kept.open()[0].distrust()
+    cache, memory = kept.open()
+    assert cache.recover() == {}
+    assert bytes(memory.read([3])[0]) == bytes(LAYOUT.block_bytes)
+    assert kept.fill([3, 4]) == names
+    assert kept.open()[0].recover() == names
 
 
 def test_one_content_in_two_blocks_is_used_once() -> None:

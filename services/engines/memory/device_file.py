@@ -1,0 +1,122 @@
+"""Memory of a GPU with a file descriptor: for a GPU what a file without a name (memfd) is for host memory.
+
+It lasts as long as a process has it mapped or holds a descriptor of it, also one that does not use CUDA. CUDA's other
+handles (cuIpcGetMemHandle) do not exist for such memory.
+"""
+
+import ctypes
+import os
+import weakref
+
+import torch
+
+from services.engines.memory.cuda_driver import check, driver
+
+# Of cuda.h: CU_MEM_ALLOCATION_TYPE_PINNED, CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR, CU_MEM_LOCATION_TYPE_DEVICE, and
+# CU_MEM_ACCESS_FLAGS_PROT_READWRITE.
+_PINNED, _DESCRIPTOR, _ON_DEVICE, _READ_WRITE = 1, 1, 1, 3
+_MINIMUM = 0  # CU_MEM_ALLOC_GRANULARITY_MINIMUM
+_NO_FLAGS = ctypes.c_ulonglong(0)
+
+
+class _Location(ctypes.Structure):
+    _fields_ = (("type", ctypes.c_int), ("id", ctypes.c_int))
+
+
+class _Properties(ctypes.Structure):
+    _fields_ = (
+        ("type", ctypes.c_int),
+        ("handle_types", ctypes.c_int),
+        ("location", _Location),
+        ("of_windows", ctypes.c_void_p),
+        ("flags", ctypes.c_ubyte * 8),
+    )
+
+
+class _Access(ctypes.Structure):
+    _fields_ = (("location", _Location), ("flags", ctypes.c_int))
+
+
+def device_file(num_bytes: int, device: torch.device) -> int:
+    """Returns the descriptor of new zeroed memory of a GPU. Raises DeviceUnavailable, also where there is no room."""
+    _make_current(device)
+    properties, handle = _properties(device), ctypes.c_ulonglong()
+    size = ctypes.c_size_t(_rounded(num_bytes, device))
+    made = driver().cuMemCreate(ctypes.byref(handle), size, ctypes.byref(properties), _NO_FLAGS)
+    check(made, f"{num_bytes / 2**30:.1f} GiB that outlive the process cannot be allocated on {device}")
+    descriptor = ctypes.c_int()
+    exported = driver().cuMemExportToShareableHandle(ctypes.byref(descriptor), handle, _DESCRIPTOR, _NO_FLAGS)
+    driver().cuMemRelease(handle)  # what was exported lasts as long as the descriptor
+    check(exported, f"memory of {device} has no file descriptor")
+    with torch.inference_mode():
+        map_device_file(os.dup(descriptor.value), num_bytes, device).zero_()
+    torch.cuda.synchronize(device)
+    return descriptor.value
+
+
+def map_device_file(descriptor: int, num_bytes: int, device: torch.device) -> torch.Tensor:
+    """Maps such memory: a tensor of its bytes `[num_bytes]`. The mapping lasts as long as a tensor of it.
+
+    Closes the descriptor. Raises DeviceUnavailable, for instance for a descriptor of something else.
+    """
+    _make_current(device)
+    handle = ctypes.c_ulonglong()
+    try:
+        # The descriptor's number is passed as if it were a pointer.
+        number = ctypes.c_void_p(descriptor)
+        imported = driver().cuMemImportFromShareableHandle(ctypes.byref(handle), number, _DESCRIPTOR)
+        check(imported, f"kept memory of {device} cannot be opened")
+    finally:
+        os.close(descriptor)
+    try:
+        mapping = _Mapping(handle, _rounded(num_bytes, device), num_bytes, device)
+    finally:
+        driver().cuMemRelease(handle)  # what is mapped lasts as long as the mapping
+    return torch.as_tensor(mapping, device=device)
+
+
+class _Mapping:
+    """Memory in this process's address space, until nobody refers to it: PyTorch does as long as a tensor of it is."""
+
+    def __init__(self, handle: ctypes.c_ulonglong, size: int, num_bytes: int, device: torch.device) -> None:
+        address = ctypes.c_ulonglong()
+        zero, whole = ctypes.c_size_t(0), ctypes.c_size_t(size)
+        reserved = driver().cuMemAddressReserve(ctypes.byref(address), whole, zero, ctypes.c_ulonglong(0), _NO_FLAGS)
+        check(reserved, f"no addresses for {size / 2**30:.1f} GiB of {device}")
+        weakref.finalize(self, _unmap, address.value, size, device).atexit = False
+        mapped = driver().cuMemMap(address, whole, zero, handle, _NO_FLAGS)
+        check(mapped, f"kept memory of {device} cannot be mapped, as if it had another size")
+        access = _Access(_location(device), _READ_WRITE)
+        allowed = driver().cuMemSetAccess(address, whole, ctypes.byref(access), ctypes.c_size_t(1))
+        check(allowed, f"kept memory of {device} cannot be used")
+        data = (address.value, False)
+        self.__cuda_array_interface__ = {"shape": (num_bytes,), "typestr": "|u1", "data": data, "version": 2}
+
+
+def _unmap(address: int, size: int, device: torch.device) -> None:
+    torch.cuda.set_device(device)
+    driver().cuCtxSynchronize()  # a kernel may still use it
+    driver().cuMemUnmap(ctypes.c_ulonglong(address), ctypes.c_size_t(size))
+    driver().cuMemAddressFree(ctypes.c_ulonglong(address), ctypes.c_size_t(size))
+
+
+def _rounded(num_bytes: int, device: torch.device) -> int:
+    """The size of memory that has room for so many bytes: whole pages of the GPU."""
+    page, properties = ctypes.c_size_t(), _properties(device)
+    found = driver().cuMemGetAllocationGranularity(ctypes.byref(page), ctypes.byref(properties), _MINIMUM)
+    check(found, f"memory of {device} cannot have a file descriptor")
+    return -(-max(1, num_bytes) // page.value) * page.value
+
+
+def _properties(device: torch.device) -> _Properties:
+    return _Properties(type=_PINNED, handle_types=_DESCRIPTOR, location=_location(device))
+
+
+def _location(device: torch.device) -> _Location:
+    return _Location(_ON_DEVICE, device.index or 0)
+
+
+def _make_current(device: torch.device) -> None:
+    """Makes the GPU's context, which the driver's calls need, that of the calling thread."""
+    torch.cuda.set_device(device)
+    torch.cuda.synchronize(device)
