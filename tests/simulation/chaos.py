@@ -38,7 +38,7 @@ class Happened:
 
     def touches(self, names: "set[str] | None") -> bool:
         """True if it touches one of the nodes; if none are given, in any case."""
-        return names is None or self.fault.kind == "outage" or bool(self.names & names)
+        return names is None or self.fault.kind in ("outage", "blink") or bool(self.names & names)
 
 
 class Chaos:
@@ -137,6 +137,8 @@ class Chaos:
                 await self._cut((fault.target,), (NAME,), fault.seconds)
             case "expire":
                 world.registry.expire(fault.target)
+            case "blink":
+                await world.registry.blink(fault.seconds)
             case "outage":
                 world.registry.is_away = True
                 await asyncio.sleep(fault.seconds)
