@@ -13,6 +13,7 @@ from simulation.registry import NAME
 
 # A node that has drained is started again after this.
 _DRAINED_SECONDS = 12.0
+_PAUSED_SECONDS = 0.02
 # Routers are held so many times as often as each worker: what competes for places meets in them.
 _ROUTER_HOLDS = 3
 # How often a fault of one connection hits the active one of its node.
@@ -153,7 +154,9 @@ class Chaos:
     async def _drain(self, fault: Fault) -> None:
         world = self._world
         node = world.nodes[fault.target]
-        if not world.is_up(fault.target) or node.paused:
+        while node.paused and not node.dead:  # noqa: ASYNC110  # nothing tells; it hears of a signal when it goes on
+            await asyncio.sleep(_PAUSED_SECONDS)
+        if not world.is_up(fault.target):
             return
         world.stopping[fault.target].set()
         await asyncio.sleep(_DRAINED_SECONDS + world.plan.fleet.lease_seconds + fault.seconds)
