@@ -77,9 +77,10 @@ class Cancellation:
             self._task = None
 
     def add_worker(self, worker: WorkerHandle) -> None:
-        """Notes a worker before it gets the request. Raises Cancelled if the request was cancelled."""
+        """Notes a worker before it gets the request. Raises Cancelled if the request was cancelled, or Unavailable."""
         if self.reason:
             raise Cancelled(self.reason)
+        worker.require_open()
         if worker not in self._workers:
             self._workers.append(worker)
             worker.add_user()

@@ -18,7 +18,7 @@ from baton.engine.v1 import (
     worker_pb2,
     worker_pb2_grpc,
 )
-from baton.errors import BatonError, EngineFailed
+from baton.errors import BatonError, EngineFailed, Unavailable
 from baton.inference.v1 import cluster_service_pb2
 from discovery.backoff import Backoff
 from discovery.record import LORA, MULTIPLEX
@@ -84,6 +84,7 @@ class WorkerHandle:
         # Prompt tokens that wait there for other routers. One report alone may still count what has ended here.
         self.others_tokens = self._others_tokens_at_load = 0
         self._users = 0
+        self._is_closed = False
         self._idle = asyncio.Event()
         self._idle.set()
         self.leaving = asyncio.Event()
@@ -144,6 +145,7 @@ class WorkerHandle:
         self.add_load(prompt_tokens)
         try:
             with self.keep_open():
+                self.require_open()
                 yield
         finally:
             self.remove_load(prompt_tokens)
@@ -182,8 +184,15 @@ class WorkerHandle:
             self._idle.set()
 
     async def idle(self) -> None:
-        """Waits until `keep_open` is left by all."""
-        await self._idle.wait()
+        """Waits until `keep_open` is left by all. The channel is then closed, and takes no further request."""
+        while self._users:  # another may have come before this goes on
+            await self._idle.wait()
+        self._is_closed = True
+
+    def require_open(self) -> None:
+        """Raises Unavailable once the worker has left, and its channel is closed under whoever has chosen it before."""
+        if self._is_closed:
+            raise Unavailable(f"worker {self.record.worker_id} has left")
 
     async def watch_load(self, probe: ProbeConfig) -> None:
         """Follows the load that the worker reports, until cancelled. It also reports that nothing has changed."""

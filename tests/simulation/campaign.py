@@ -1,7 +1,7 @@
 """Runs new seeds in several processes for some minutes: `python -m simulation.campaign --first 1000 --seconds 600`.
 
-Prints a line for each seed that breaks an invariant, and the sums at the end. Each 50th seed is run twice, and the
-logs are compared. Profiles without faults are left out. Exit code 1 if a seed breaks an invariant or gives two logs.
+Prints a line for each seed that breaks an invariant, and the sums at the end. Some seeds are run twice, and the logs
+are compared. Profiles without faults are left out. Exit code 1 if a seed breaks an invariant or gives two logs.
 """
 
 # Before anything of Baton: its clocks are bound when it is imported.
@@ -25,7 +25,6 @@ from simulation.hashes import fix_hashes
 from simulation.plan import PROFILES, Plan, make_plan
 from simulation.running import Outcome, in_child, run_here
 
-_REPEAT_EVERY = 50
 _SEED_CPU_SECONDS = 120  # a run that takes more is taken for one that never ends
 _LAST_SEED_SECONDS = 40  # of wall time
 _SHOWN = 4  # problems of a seed
@@ -39,6 +38,7 @@ def main() -> None:
     parser.add_argument("--jobs", type=int, default=os.cpu_count())
     parser.add_argument("--seconds", type=float, required=True, help="of wall time; then no new seed begins")
     parser.add_argument("--requests", type=int, default=100, help="of each seed")
+    parser.add_argument("--repeat-every", type=int, default=50, help="one in so many seeds is run twice")
     parser.add_argument("--stop-file", type=Path, help="no new seed begins while it exists")
     parser.add_argument("--plans", type=Path, help="a folder for the plans that break an invariant")
     options = parser.parse_args()
@@ -88,8 +88,9 @@ def _work(number: int, ends_at: float, options: argparse.Namespace, results: Any
 
 
 def _run_seed(seed: int, options: argparse.Namespace) -> Counter[str]:
-    plan = make_plan(seed, PROFILES[1 + seed % (len(PROFILES) - 1)], options.requests)
-    is_repeated = seed % _REPEAT_EVERY == 0
+    number, kind = divmod(seed, len(PROFILES) - 1)
+    plan = make_plan(seed, PROFILES[1 + kind], options.requests)
+    is_repeated = number % options.repeat_every == 0
     outcome = _run(plan, keeps_log=is_repeated)
     found = Counter({
         "seeds": 1, "requests": outcome.requests, "cpu_ms": int(outcome.cpu_seconds * 1e3),

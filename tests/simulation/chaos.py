@@ -13,6 +13,7 @@ from simulation.registry import NAME
 
 # A node that has drained is started again after this.
 _DRAINED_SECONDS = 12.0
+_PAUSED_SECONDS = 0.02
 # Routers are held so many times as often as each worker: what competes for places meets in them.
 _ROUTER_HOLDS = 3
 # How often a fault of one connection hits the active one of its node.
@@ -38,7 +39,7 @@ class Happened:
 
     def touches(self, names: "set[str] | None") -> bool:
         """True if it touches one of the nodes; if none are given, in any case."""
-        return names is None or self.fault.kind == "outage" or bool(self.names & names)
+        return names is None or self.fault.kind in ("outage", "blink") or bool(self.names & names)
 
 
 class Chaos:
@@ -137,6 +138,8 @@ class Chaos:
                 await self._cut((fault.target,), (NAME,), fault.seconds)
             case "expire":
                 world.registry.expire(fault.target)
+            case "blink":
+                await world.registry.blink(fault.seconds)
             case "outage":
                 world.registry.is_away = True
                 await asyncio.sleep(fault.seconds)
@@ -151,7 +154,9 @@ class Chaos:
     async def _drain(self, fault: Fault) -> None:
         world = self._world
         node = world.nodes[fault.target]
-        if not world.is_up(fault.target) or node.paused:
+        while node.paused and not node.dead:  # noqa: ASYNC110  # nothing tells; it hears of a signal when it goes on
+            await asyncio.sleep(_PAUSED_SECONDS)
+        if not world.is_up(fault.target):
             return
         world.stopping[fault.target].set()
         await asyncio.sleep(_DRAINED_SECONDS + world.plan.fleet.lease_seconds + fault.seconds)

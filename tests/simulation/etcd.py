@@ -78,11 +78,24 @@ class SimulatedEtcd:
         for entry in [one for key, one in self._entries.items() if key.endswith(b"/" + name.encode()) and one.lease]:
             self._node.context().run(self._expire, entry.lease)
 
+    async def blink(self, seconds: float) -> None:
+        """Shows no worker for a while, as during a restore. Their records come back as they were."""
+        lost = self._workers()
+        self._revision += 1
+        for entry in lost:
+            self._delete(entry.key)
+        await asyncio.sleep(seconds)
+        for entry in [one for one in lost if one.lease in self._leases and one.key not in self._entries]:
+            self._store(entry.key, entry.value, entry.lease)
+
     def registered(self) -> dict[str, int]:
         """The epochs of the workers that are registered, by their ids."""
-        keys = WorkerKeys(_NAMESPACE)
-        records = [_read(one.value) for key, one in self._entries.items() if keys.prefix <= key < keys.end]
+        records = [_read(one.value) for one in self._workers()]
         return {record.worker_id: record.epoch for record in records}
+
+    def _workers(self) -> list[kv_pb2.KeyValue]:
+        keys = WorkerKeys(_NAMESPACE)
+        return [one for key, one in self._entries.items() if keys.prefix <= key < keys.end]
 
     # The server.
 
@@ -124,12 +137,20 @@ class SimulatedEtcd:
     async def _write(self, request: kv_pb2.PutRequest, context: Any) -> None:
         if request.lease and request.lease not in self._leases:
             await context.abort(StatusCode.NOT_FOUND, "etcdserver: requested lease not found")
+        self._store(request.key, request.value, request.lease)
+
+    def _store(self, key: bytes, value: bytes, lease: int) -> None:
         self._revision += 1
-        before = self._entries.get(request.key)
-        entry = kv_pb2.KeyValue(key=request.key, value=request.value, lease=request.lease, mod_revision=self._revision)
+        before = self._entries.get(key)
+        entry = kv_pb2.KeyValue(key=key, value=value, lease=lease, mod_revision=self._revision)
         entry.create_revision = before.create_revision if before else self._revision
-        self._entries[request.key] = entry
+        self._entries[key] = entry
         self._tell(watch_pb2.Event(kv=entry))
+
+    def _delete(self, key: bytes) -> None:
+        """Of this revision."""
+        del self._entries[key]
+        self._tell(watch_pb2.Event(deleted=True, kv=kv_pb2.KeyValue(key=key, mod_revision=self._revision)))
 
     async def _grant(self, request: lease_pb2.LeaseGrantRequest, _context: Any) -> lease_pb2.LeaseGrantResponse:
         lease = next(self._ids)
@@ -207,8 +228,7 @@ class SimulatedEtcd:
             timer.cancel()
         self._revision += 1
         for key in [key for key, entry in self._entries.items() if entry.lease == lease]:
-            del self._entries[key]
-            self._tell(watch_pb2.Event(deleted=True, kv=kv_pb2.KeyValue(key=key, mod_revision=self._revision)))
+            self._delete(key)
 
     def _tell(self, event: watch_pb2.Event) -> None:
         self._events.append(event)

@@ -11,6 +11,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 import traceback
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field, replace
@@ -140,6 +141,8 @@ def _is_broken_without(found: str) -> bool:
     """True if the seed that has found a bug breaks an invariant also without it: then it has found another one."""
     profile, seed = found.split()
     command = [sys.executable, "-m", "simulation", "--profile", profile, "--seeds", seed]
+    if profile == "embedded":
+        command = [sys.executable, "-m", "simulation.embedded", "--seeds", seed]
     done = subprocess.run(command, capture_output=True, text=True, timeout=600)
     if done.returncode:
         print(f"breaks without a planted bug:\n{done.stdout}", flush=True)
@@ -149,6 +152,8 @@ def _is_broken_without(found: str) -> bool:
 def hunt_here(mutant: Mutant, seconds: float, first_seed: int, requests: int = 50) -> Hunt:
     """Plants the bug, and runs seeds in forks of this process."""
     plant(mutant)
+    if mutant.profile == "embedded":
+        return _hunt_embedded(mutant, seconds, first_seed)
     from simulation.plan import PROFILES, make_plan
     from simulation.running import run
 
@@ -164,6 +169,23 @@ def hunt_here(mutant: Mutant, seconds: float, first_seed: int, requests: int = 5
         if broken:
             progress.found, progress.by = f"{profile} {seed}", broken[0][:300]
             break
+    return progress
+
+
+def _hunt_embedded(mutant: Mutant, seconds: float, first_seed: int) -> Hunt:
+    """The same in the world of one embedded engine."""
+    from simulation.embedded.world import World
+
+    progress = Hunt(mutant.name, first_seed)
+    began = time.process_time()
+    while not progress.found and progress.cpu_seconds < seconds:
+        world = World(progress.next_seed)
+        world.run(progress.next_seed)
+        if world.laws.problems:
+            progress.found, progress.by = f"embedded {progress.next_seed}", world.laws.problems[0][-300:]
+        progress.next_seed += 1
+        progress.requests += world.asked
+        progress.cpu_seconds = time.process_time() - began
     return progress
 
 

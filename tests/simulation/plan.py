@@ -18,11 +18,16 @@ CLIENT_STEPS = ("encode", "prefill", "decode", "prefetch", "release", "token")
 MOMENTS = (0.0, 2e-4, 1e-3, 5e-3, 3e-2)
 PROCESS_KINDS = ("kill", "vanish", "pause", "drain", "leave")
 NETWORK_KINDS = ("reset", "half", "slow", "cut", "partition", "reset_all")
-REGISTRY_KINDS = ("outage", "lost_lease", "expire")
+REGISTRY_KINDS = ("outage", "lost_lease", "expire", "blink")
+KINDS = (PROCESS_KINDS, NETWORK_KINDS, REGISTRY_KINDS)
+# Of one worker and its twin.
+_KINDS_OF_ONE = (PROCESS_KINDS, tuple(kind for kind in NETWORK_KINDS if kind != "partition"), REGISTRY_KINDS)
 # Seconds of a fault: also just beyond the product's own times, until a worker is taken for hung, and until its record
 # expires. A shorter one would lose no lease.
 LENGTHS = (0.05, 0.5, 1.7, 3.3, 6.0, 15.0)
 LEASE_LENGTHS = (2.5, 3.1, 3.5, 4.5, 15.0)
+BLINK_LENGTHS = (0.0, 0.0, 0.05, 0.5, 1.7)
+_LENGTHS_OF = {"lost_lease": LEASE_LENGTHS, "blink": BLINK_LENGTHS}
 TENANTS = ("ann", "bob", "cy")
 _STEP_SECONDS = {"storm": (0.003, 0.01, 0.03, 0.06), "one_fault": (0.003, 0.01, 0.03, 0.03)}
 _LONG = 400  # tokens of a request, of which a pool holds so many at a time
@@ -341,7 +346,7 @@ def _slow(draw: random.Random) -> dict[str, Any]:
 
 def _faults(draw: random.Random, fleet: Fleet, profile: str, count: int, seconds: float) -> tuple[Fault, ...]:
     if profile == "one_fault":
-        kind = draw.choice([one for one in (*PROCESS_KINDS, *NETWORK_KINDS, *REGISTRY_KINDS) if one != "partition"])
+        kind = _kind(draw, _KINDS_OF_ONE)
         if draw.random() < 0.7:
             return (_aimed(draw, fleet, kind, draw.choice(("", "", "", *fleet.router_names)), count),)
         workers = [name for name in fleet.workers if not name.startswith("encode")]
@@ -349,7 +354,7 @@ def _faults(draw: random.Random, fleet: Fleet, profile: str, count: int, seconds
         return (_fault(draw, fleet, kind, target, draw.random() * seconds),)
     if profile != "storm":
         return ()
-    kinds = draw.sample((*PROCESS_KINDS, *NETWORK_KINDS, *REGISTRY_KINDS), draw.randint(1, 4))
+    kinds = [_kind(draw, KINDS) for _ in range(draw.randint(1, 4))]
     found, aimed, missed = list[Fault](), draw.choice((0.0, 0.5, 1.0)), draw.choice((0.0, 0.0, 0.5))
     for _ in range(draw.randint(2, max(3, count // 5))):
         target, kind = draw.choice(fleet.workers * 3 + fleet.router_names), draw.choice(kinds)
@@ -362,6 +367,11 @@ def _faults(draw: random.Random, fleet: Fleet, profile: str, count: int, seconds
     return tuple(sorted(found, key=lambda one: one.at))
 
 
+def _kind(draw: random.Random, groups: tuple[tuple[str, ...], ...]) -> str:
+    """A kind of fault: those of processes, of the network and of the registry are as frequent."""
+    return draw.choice(draw.choice(groups))
+
+
 def _missed(draw: random.Random, fleet: Fleet, fault: Fault) -> Fault:
     """A router that stands still, or is cut off from the registry, while this happens: it learns of all at once."""
     kind, seconds = draw.choice(("pause", "lost_lease")), draw.choice((1.7, 3.3, 6.0))
@@ -369,7 +379,7 @@ def _missed(draw: random.Random, fleet: Fleet, fault: Fault) -> Fault:
 
 
 def _fault(draw: random.Random, fleet: Fleet, kind: str, target: str, at: float) -> Fault:
-    seconds = draw.choice(LEASE_LENGTHS if kind == "lost_lease" else LENGTHS)
+    seconds = draw.choice(_LENGTHS_OF.get(kind, LENGTHS))
     everyone = [name for name in fleet.workers + fleet.router_names if name != target]
     others = draw.sample(everyone, draw.randint(1, len(everyone))) if kind == "partition" else [draw.choice(everyone)]
     return Fault(at, kind, target, tuple(sorted(others)), seconds)

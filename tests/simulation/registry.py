@@ -67,6 +67,16 @@ class SimulatedRegistry:
             for one in [each for each in memory._registrations if each.record.worker_id == name]:
                 one._expire()  # type: ignore[attr-defined]  # of _Registration
 
+    async def blink(self, seconds: float) -> None:
+        """Shows no worker for a while, as during a restore. Their records come back as they were."""
+        entries = self.memory._registrations
+        lost = [*entries]
+        entries.clear()
+        self.memory.publish()
+        await asyncio.sleep(seconds)
+        entries += [one for one in lost if one.registered and one not in entries]
+        self.memory.publish()
+
     def registered(self) -> dict[str, int]:
         """The epochs of the workers that are registered, by their ids."""
         return {record.worker_id: record.epoch for record in self.memory.workers()}

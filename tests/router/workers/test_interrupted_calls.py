@@ -9,6 +9,7 @@ from support.router.worker_views import worker as record_of
 
 from baton.errors import InvalidReply, Unavailable
 from discovery.registry import WorkerRecord
+from router.workers.cancellation import Cancellation
 from router.workers.handle import WorkerHandle
 from router.workers.watching.waiting_calls import Waiting
 from rpc.channels import open_channel
@@ -51,6 +52,24 @@ async def test_a_caller_that_leaves_as_its_worker_hangs_has_left(worker: WorkerH
     serving.cancel()
     with pytest.raises(asyncio.CancelledError):
         await serving
+
+
+async def test_a_worker_that_was_chosen_before_it_left_takes_no_request_on_a_channel_that_closes(
+    worker: WorkerHandle,
+) -> None:
+    request = Cancellation("one")
+    request.add_worker(worker)
+    leaving = asyncio.create_task(worker.idle())
+    await asyncio.sleep(0)
+    request.close()
+    another = Cancellation("another")
+    another.add_worker(worker)  # in the turn in which the first one has ended
+    await asyncio.sleep(0.01)
+    assert not leaving.done()
+    another.close()
+    await leaving
+    with pytest.raises(Unavailable, match="worker w1 has left"):
+        Cancellation("a third").add_worker(worker)
 
 
 class BegunAnswer(Waiting):

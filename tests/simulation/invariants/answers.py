@@ -105,4 +105,6 @@ class ResumptionsGoOn(Invariant):
         # An answer without a reader gives its room to requests that find none.
         has_room = fleet.blocks >= _MANY_BLOCKS and fleet.max_batch > _FEW and fleet.keep_parked >= _MANY_PARKED
         may_be_dropped = not has_room or asked.timeout < _LONG_SECONDS
-        return code in _REFUSED or (may_be_dropped and reason == "STREAM_LOST")
+        # That of an image is computed again, which needs its request: without it the call ends by EMBEDDING_LOST.
+        lost = ("STREAM_LOST", "EMBEDDING_LOST") if asked.image else ("STREAM_LOST",)
+        return code in _REFUSED or (may_be_dropped and reason in lost)

@@ -194,6 +194,8 @@ class KvTiers:
             if index < load.checked:
                 self.directory.free(item.place)
                 self._end(item)
+                if item.contents.tokens < self._layout.block_tokens:  # the prefix cache does not have it
+                    self._listener(BlockRemoved(item.contents.block_hash))
             elif index == load.checked and load.is_damaged:
                 self._lose_damaged(load, item)
             else:

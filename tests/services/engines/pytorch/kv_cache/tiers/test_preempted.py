@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Callable
+from contextlib import aclosing
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,8 +14,10 @@ from support.engines.engine_calls import blocks_used, collect, disaggregated, gr
 from support.engines.tier_loads import always_loaded
 
 from baton.errors import ConfigError
+from services.engines.kv_events import KvSnapshot, KvStored
 from services.engines.prompt import Prompt
 from services.engines.pytorch.engine import PyTorchEngine
+from services.engines.pytorch.kv_cache.blocks import HashChain
 
 BLOCK_BYTES = 12288
 POOL = 24 * BLOCK_BYTES
@@ -112,6 +115,23 @@ async def test_a_preempted_sequence_resumes_with_nothing_computed_twice(llama: C
     assert preempted.grown > 0
     assert [ids for ids, _ in found] == [llama.generate(prompt, 60) for prompt in prompts]
     assert computed == 3 * (100 + 60 - 1)
+
+
+async def test_the_unfinished_block_of_a_preempted_answer_is_not_told_of_for_ever(
+    llama: Checkpoint, random_ids: Ids
+) -> None:
+    prompts = [random_ids(100 + 5 * seed, seed) for seed in range(3)]
+    async with llama.engine(**HOST) as engine:
+        preempted = since("baton_preemptions_total")
+        found = await asyncio.gather(*(answer(engine, prompt, 60) for prompt in prompts))
+        async with aclosing(engine.kv_changes()) as changes:
+            pool, host = await anext(changes), await anext(changes)
+    assert preempted.grown > 0
+    chains = [(*prompt, *ids) for prompt, (ids, _) in zip(prompts, found, strict=True)]
+    names = {name for chain in chains for name in HashChain("", 16).upto(chain, len(chain))}
+    assert isinstance(pool, KvSnapshot)
+    assert isinstance(host, KvStored)
+    assert {*pool.block_hashes, *host.block_hashes} <= names
 
 
 async def test_a_cancelled_load_gives_its_blocks_back(llama: Checkpoint, random_ids: Ids) -> None:
