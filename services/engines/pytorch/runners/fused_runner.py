@@ -17,6 +17,7 @@ from services.engines.pytorch.runners.batch import Chunk, MediaRows, media_rows
 from services.engines.pytorch.runners.runner import InflightStep, guided
 from services.engines.pytorch.runners.step_tensors import (
     KNOWN,
+    TILE_NUMBERS,
     DecodeArrays,
     Layout,
     PromptRows,
@@ -85,6 +86,8 @@ class FusedRunner:
         self.has_graphs = device.type == "cuda" and sizes.graphs
         model.prepare(sizes.max_sequences)
         self._decodes = self._make_decodes()
+        if device.type == "cuda":
+            self._compile_for_long_contexts()
         self._masks = MaskThreads()
 
     def start(self, chunks: Sequence[Chunk]) -> InflightStep:
@@ -175,6 +178,15 @@ class FusedRunner:
         made = [self._graphed_decode(size, pool) for size in reversed(sizes)]
         _log.info("decode steps captured", sizes=sizes, seconds=round(time.monotonic() - began, 1))
         return made[::-1]
+
+    def _compile_for_long_contexts(self) -> None:
+        """Computes a step of padding with the widest table: a few tokens behind a long context have their own kernels,
+        which the first request that needs them would wait for.
+        """
+        layout = Layout(1, 1, self._decode_layout(1).shape[2], tiles=1)
+        flat = layout.empty()
+        flat[-TILE_NUMBERS:] = (0, 1, 0, 0, 0)
+        self._decoded(layout.views(upload(flat, self._device), singles=0))
 
     def _plain_decode(self, size: int) -> Decode:
         layout = self._decode_layout(size)
