@@ -308,8 +308,14 @@ def prefill_attention(
         for start in range(first - before, first, TILE):
             k, v = STEP.load([start, key_column]), STEP.load([start, value_column])
             largest, total, answer = attend(largest, total, answer, q, k, v, scale, True, False)
+        seen = row[None, :] <= row[:, None]
         k, v = STEP.load([first, key_column]), STEP.load([first, value_column])
-        largest, total, answer = attend(largest, total, answer, q, k, v, scale, row[None, :] <= row[:, None], True)
+        if count < TILE:
+            # What follows is another request's: if its values are no numbers, their product with 0 is none either.
+            v = tl.where((row < count)[:, None], v, 0.0)
+            largest, total, answer = attend(largest, total, answer, q, k, v, scale, seen, True)
+        else:
+            largest, total, answer = attend(largest, total, answer, q, k, v, scale, seen, True)
     if SPLITS == 1:
         real = (row < count)[:, None] & (at < DIM)[None, :]
         into = OUT + ((first + row).to(tl.int64) * HEADS + head)[:, None] * DIM + at[None, :]

@@ -94,6 +94,17 @@ def test_attention_equals_plain_attention(
         torch.testing.assert_close(found[real], expected[real], rtol=1e-4, atol=1e-5)
 
 
+def test_values_that_are_no_numbers_harm_no_other_request_of_the_step() -> None:
+    shape, block_tokens = HeadShape(4, 4, 32, 0.2), 16
+    tokens, blocks = _tokens([], [(0, 7), (0, 9)], block_tokens)
+    pool = _pool(shape, block_tokens, blocks, torch.float32)
+    qkv = torch.randn(16, (shape.heads + 2 * shape.kv_heads) * shape.head_dim, device=DEVICE)
+    expected = _triton().attend(qkv.clone(), tokens, pool[:, 0], shape)  # type: ignore[attr-defined]
+    qkv[7:] = float("nan")
+    found = _triton().attend(qkv, tokens, pool[:, 0], shape)  # type: ignore[attr-defined]
+    assert torch.equal(found[:7], expected[:7])
+
+
 @pytest.mark.parametrize(("shape", "block_tokens"), SHAPES)
 @pytest.mark.parametrize("normalises", [False, True], ids=["plain", "normalised"])
 def test_rotated_keys_and_values_land_in_their_blocks_and_nowhere_else(
