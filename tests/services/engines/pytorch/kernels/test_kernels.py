@@ -78,8 +78,15 @@ def _tokens(singles: list[int], chunks: list[tuple[int, int]], block_tokens: int
     ],
 )
 def test_attention_equals_plain_attention(
-    shape: HeadShape, block_tokens: int, singles: list[int], chunks: list[tuple[int, int]]
+    shape: HeadShape,
+    block_tokens: int,
+    singles: list[int],
+    chunks: list[tuple[int, int]],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    from services.engines.pytorch.kernels import triton_ops
+
+    monkeypatch.setattr(triton_ops, "_LONG_CONTEXT", 2048)
     torch.manual_seed(3)
     tokens, blocks = _tokens(singles, chunks, block_tokens)
     pool = _pool(shape, block_tokens, blocks, torch.float32)
