@@ -21,6 +21,8 @@ from runtime.aio import timeout
 
 _START_SECONDS = 180.0
 _END_SECONDS = 20.0
+VLLM_STEP_TOKENS = 8192
+"""The most tokens of a step of vLLM, the default of its API servers on this GPU."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +41,15 @@ def embedded(folder: Path, **more: object) -> dict[str, Any]:
     settings: dict[str, Any] = {"kind": "pytorch", "model": str(folder), "name": "benchmark"}
     settings |= {"device": "cpu", "threads": 1, "execution": "fused"} if TINY else {"device": "cuda"}
     return settings | more
+
+
+def vllm_of(folder: Path, **more: object) -> dict[str, Any]:
+    """vLLM without handoffs, and with further arguments of its own; its weights are made up."""
+    sizes = {"max_model_len": 8192, "max_num_batched_tokens": VLLM_STEP_TOKENS, "kv_cache_memory_bytes": 20 << 30}
+    args = {"load_format": "dummy", "dtype": "bfloat16", "gpu_memory_utilization": 0.4, **sizes, **more}
+    # Test requests would disturb what is measured.
+    settings = {"whole_requests": True, "canary_seconds": None, "kv_events": False}
+    return {"kind": "vllm", "model": str(folder), "name": "benchmark", "args": args, **settings}
 
 
 @dataclass(frozen=True, slots=True)

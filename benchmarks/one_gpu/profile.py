@@ -1,6 +1,6 @@
-"""`baton bench profile` of the embedded engine, and how far what it predicts is from a sweep.
+"""`baton bench profile` of the embedded engine or of vLLM, and how far what it predicts is from a sweep.
 
-    python -m benchmarks.one_gpu.profile [--layers 32] [--output FOLDER]
+    python -m benchmarks.one_gpu.profile [--engine vllm] [--layers 32] [--output FOLDER]
 
 A worker and a router; the profile goes to FOLDER/profile.json. Then `baton bench sweep` measures the worker behind a
 router that assumes this profile, and a simulated worker that computes by it, with the same load. Printed are the
@@ -18,7 +18,7 @@ from typing import Any
 from baton import AsyncClient
 from baton.inference.v1 import generate_pb2
 from benchmarks.gpu_transfer import TINY
-from benchmarks.one_gpu.cluster import Worker, cluster, embedded, router
+from benchmarks.one_gpu.cluster import VLLM_STEP_TOKENS, Cluster, Worker, cluster, embedded, router, vllm_of
 from benchmarks.parts import ROOT
 from benchmarks.two_gpus.model import big_shape, folder_of
 from benchmarks.two_gpus.report import say, table
@@ -29,7 +29,6 @@ _PROMPTS, _BATCHES, _CONTEXTS = (
 )
 _LENGTHS = ((64, 16),) if TINY else ((1024, 128),)
 _CONCURRENCY = (1, 4) if TINY else (1, 16, 64)
-_ROLES = ("prefill", "decode")
 
 
 async def baton(address: str, *arguments: str) -> None:
@@ -69,26 +68,42 @@ def errors(measured: dict[str, Any], simulated: dict[str, Any]) -> list[float]:
     return [a / b - 1 for a, b in pairs]
 
 
-async def measure(options: argparse.Namespace) -> None:
-    """Measures the profile, and sweeps; both go to the folder."""
-    file = options.output / "profile.json"
-    with folder_of(big_shape(options.layers)) as folder:
+def worker_of(kind: str, folder: Path) -> Worker:
+    """A worker that answers whole requests, with weights that are made up."""
+    if kind == "embedded":
         pool = {"kv_cache_bytes": 64 << 20} if TINY else {}
-        async with cluster([Worker("embedded", _ROLES, embedded(folder, **pool))]) as found:
-            points = ["--prompts", *_PROMPTS.split(), "--batches", *_BATCHES.split(), "--contexts", *_CONTEXTS.split()]
-            await baton(found.address, "profile", str(file), *points, "--repeats", "3", "--answer", "32")
-            profile = read_timing_profile(file)
-            async with router(found.registered, found.size, settings={"routing.profile": str(file)}) as fresh:
-                first = {isl: await predicted(fresh.address, isl) for isl, _ in _LENGTHS}
-                for isl, osl in _LENGTHS:
-                    steps = await sweep(fresh.address, isl, osl, options.output, "measured")
-                    prior(profile, isl, osl, first[isl], steps[0])
+        return Worker(kind, ("prefill", "decode"), embedded(folder, **pool))
+    return Worker(kind, ("decode",), vllm_of(folder), module="services")
+
+
+async def measure(options: argparse.Namespace) -> None:
+    """Starts the engine, and measures it."""
+    shape = big_shape(options.layers)
+    shape.architectures = ["LlamaForCausalLM"]
+    with folder_of(shape) as folder:
+        async with cluster([worker_of(options.engine, folder)]) as found:
+            await measure_behind(found, options.output)
+
+
+async def measure_behind(found: Cluster, output: Path) -> None:
+    """Measures the profile of the worker behind a router, and sweeps; both go to the folder."""
+    file = output / "profile.json"
+    points = ["--prompts", *_PROMPTS.split(), "--batches", *_BATCHES.split(), "--contexts", *_CONTEXTS.split()]
+    await baton(found.address, "profile", str(file), *points, "--repeats", "3", "--answer", "32")
+    profile = read_timing_profile(file)
+    async with router(found.registered, found.size, settings={"routing.profile": str(file)}) as fresh:
+        first = {isl: await predicted(fresh.address, isl) for isl, _ in _LENGTHS}
+        for isl, osl in _LENGTHS:
+            steps = await sweep(fresh.address, isl, osl, output, "measured")
+            prior(profile, isl, osl, first[isl], steps[0])
 
 
 async def simulate(options: argparse.Namespace) -> None:
     """The same sweeps of a simulated worker that has the profile, and how far they are from the measured ones."""
-    engine = {"kind": "simulated", "name": "benchmark", "timing": {"profile": str(options.output / "profile.json")}}
-    simulated = Worker("simulated", _ROLES, {**engine, "num_blocks": 16384}, module="services")
+    step = {"embedded": 4096, "vllm": VLLM_STEP_TOKENS}[options.engine]
+    timing = {"profile": str(options.output / "profile.json"), "step_tokens": step}
+    engine = {"kind": "simulated", "name": "benchmark", "timing": timing}
+    simulated = Worker("simulated", ("prefill", "decode"), {**engine, "num_blocks": 16384}, module="services")
     rows = []
     async with cluster([simulated]) as found:
         for isl, osl in _LENGTHS:
@@ -134,6 +149,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--layers", type=int, default=32)
     parser.add_argument("--output", type=Path, default=Path("profile-output"))
+    parser.add_argument("--engine", choices=("embedded", "vllm"), default="embedded")
     parser.add_argument("--only", default="measure,simulate")
     options = parser.parse_args()
     asyncio.run(run(options))

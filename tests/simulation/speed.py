@@ -1,6 +1,7 @@
 """The simulated engine with a measured profile, beside the sweep that was measured: `python -m simulation.speed`.
 
-Both files are of one engine, on one H200 (benchmarks/results/gpu.md). Closed loops in virtual time, without a router.
+The files are of the embedded engine and, with the argument `vllm`, of vLLM, on one H200 each (benchmarks/results/gpu.md
+and engines_on_gpu.md). Closed loops in virtual time, without a router.
 """
 
 # Before anything of Baton: its clocks are bound when it is imported.
@@ -9,6 +10,7 @@ from simulation import entropy  # isort: skip
 import asyncio
 import json
 import statistics
+import sys
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -22,7 +24,8 @@ from services.engines.simulated.engine import SimulatedEngine
 from simulation.loop import SimulatedLoop
 
 RESULTS = Path(__file__).resolve().parents[2] / "benchmarks" / "results"
-PROFILE, SWEEP = RESULTS / "profile_h200_llama_8b.json", RESULTS / "sweep_h200_llama_8b.json"
+# By engine: how its files are called, and the most tokens of its steps.
+ENGINES = {"embedded": ("h200_llama_8b", 4096), "vllm": ("h200_llama_8b_vllm", 8192)}
 
 
 async def _answer(engine: Engine, prompt: Prompt, tokens: int) -> tuple[float, float]:
@@ -34,8 +37,7 @@ async def _answer(engine: Engine, prompt: Prompt, tokens: int) -> tuple[float, f
     return came[0] - began, (came[-1] - came[0]) / (tokens - 1)
 
 
-async def _step(sweep: dict[str, Any], step: dict[str, Any]) -> dict[str, float]:
-    timing = SimulatedTiming(profile=str(PROFILE))
+async def _step(timing: SimulatedTiming, sweep: dict[str, Any], step: dict[str, Any]) -> dict[str, float]:
     draw, length, tokens = Random(1), sweep["prompt_tokens"], sweep["answer_tokens"]
     waiting = iter([Prompt(tuple(draw.choices(range(256), k=length))) for _ in range(step["requests"])])
     took: list[tuple[float, float]] = []
@@ -53,13 +55,15 @@ async def _step(sweep: dict[str, Any], step: dict[str, Any]) -> dict[str, float]
 
 
 def main() -> None:
-    sweep = json.loads(SWEEP.read_text())
+    name, step_tokens = ENGINES[sys.argv[1] if len(sys.argv) > 1 else "embedded"]
+    sweep = json.loads((RESULTS / f"sweep_{name}.json").read_text())
+    timing = SimulatedTiming(profile=str(RESULTS / f"profile_{name}.json"), step_tokens=step_tokens)
     entropy.enter(1)
     loop = SimulatedLoop(1, 1e-6)
     for step in sweep["steps"]:
         measured = {"TTFT": step["first_token"]["p50"], "ITL": step["token"]["p50"]}
         measured["tokens/s"] = step["output_tokens_per_second"]
-        simulated = loop.run_until_complete(_step(sweep, step))
+        simulated = loop.run_until_complete(_step(timing, sweep, step))
         errors = (f"{name} {simulated[name] / measured[name] - 1:+.1%}" for name in measured)
         print(f"{step['concurrency']} at once: {', '.join(errors)}", flush=True)
     entropy.leave()

@@ -10,7 +10,7 @@ from typing import Protocol
 import torch
 from torch.nn.functional import silu
 
-QUERIES_OF_A_TILE = 128
+QUERIES_OF_A_TILE = 64
 """Tokens of one sequence in a tile of the prefill attention kernel."""
 
 
@@ -19,8 +19,8 @@ class PagedTokens:
     """The tokens of a step, and where their KV is.
 
     `positions` `[tokens]` int32; `rows` `[tokens]` int32, the row of the token's sequence in `tables` `[sequences,
-    blocks]` int32. The first `singles` tokens are computed one by one; the others in `tiles` `[tiles, 4]` int32: first
-    token of the step, tokens, first position, row.
+    blocks]` int32. The first `singles` tokens are computed one by one; the others in `tiles` `[tiles, 5]` int32: first
+    token of the step, tokens, first position, row, and the chunk's tokens before the first one.
     """
 
     positions: torch.Tensor
@@ -68,7 +68,7 @@ class PagedOps(Protocol):
         layer: torch.Tensor,
         norms: HeadNorms | None,
     ) -> None:
-        """Normalises and rotates queries in place, and writes keys and values into the blocks of `layer`.
+        """Normalises and rotates queries and keys in place, and writes keys and values into the blocks of `layer`.
 
         `layer` is the pool's view `[blocks, 2, kv_heads, block_tokens, head_dim]`; `angles` are cosine and sine of
         every position, `[positions, head_dim]`.
@@ -112,16 +112,16 @@ class TorchOps:
             new_query = _normal(new_query, norms.query, norms.eps)
             new_key = _normal(new_key, norms.key, norms.eps)
         cos, sin = (angle[positions].unsqueeze(1) for angle in angles)
-        query[real] = _rotated(new_query, cos, sin)
-        layer[blocks, 0, :, positions % block_tokens] = _rotated(new_key, cos, sin)
+        query[real], key[real] = _rotated(new_query, cos, sin), _rotated(new_key, cos, sin)
+        layer[blocks, 0, :, positions % block_tokens] = key[real]
         layer[blocks, 1, :, positions % block_tokens] = value[real]
 
     def attend(self, qkv: torch.Tensor, tokens: PagedTokens, layer: torch.Tensor, shape: HeadShape) -> torch.Tensor:
         query = qkv.view(len(qkv), -1, shape.head_dim)[:, : shape.heads]
         output = torch.zeros_like(query)
         positions, rows = tokens.positions.tolist(), tokens.rows.tolist()
-        pieces = [(token, 1, positions[token], rows[token]) for token in range(tokens.singles)]
-        for first, count, position, row in pieces + ([] if tokens.tiles is None else tokens.tiles.tolist()):
+        pieces = [(token, 1, positions[token], rows[token], 0) for token in range(tokens.singles)]
+        for first, count, position, row, _ in pieces + ([] if tokens.tiles is None else tokens.tiles.tolist()):
             if position >= 0:
                 piece = slice(first, first + count)
                 output[piece] = _attend(query[piece], position, tokens.tables[row], layer, shape)

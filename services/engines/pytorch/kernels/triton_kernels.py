@@ -64,50 +64,50 @@ def rotate_and_write(
     DIM: tl.constexpr,
     HALF: tl.constexpr,
     BLOCK_TOKENS: tl.constexpr,
+    AT_ONCE: tl.constexpr,
 ):
-    """One head of one token: rotates a query in place, rotates a key into its block, copies a value into its block."""
-    token, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    """AT_ONCE heads of one token: rotates queries and keys in place, and copies keys and values into their block."""
+    token = tl.program_id(0).to(tl.int64)
     position = tl.load(POSITIONS + token)
     if position < 0:
         return
     half: tl.constexpr = DIM // 2
-    at = tl.arange(0, HALF)
-    inside = at < half
-    source = QKV + (token * (HEADS + 2 * KV_HEADS) + head) * DIM
-    low = tl.load(source + at, mask=inside, other=0.0)
-    high = tl.load(source + half + at, mask=inside, other=0.0)
+    head = (tl.program_id(1) * AT_ONCE + tl.arange(0, AT_ONCE))[:, None]
+    at = tl.arange(0, HALF)[None, :]
+    is_query, is_value = head < HEADS, head >= HEADS + KV_HEADS
+    real = (head < HEADS + 2 * KV_HEADS) & (at < half)
+    source = QKV + token * ((HEADS + 2 * KV_HEADS) * DIM) + head * DIM + at
+    low = tl.load(source, mask=real, other=0.0)
+    high = tl.load(source + half, mask=real, other=0.0)
     kind = low.dtype
-    if head < HEADS + KV_HEADS:
-        if NORMS:
-            weight = Q_WEIGHT if head < HEADS else K_WEIGHT
-            wide_low, wide_high = low.to(tl.float32), high.to(tl.float32)
-            squares = tl.sum(wide_low * wide_low, 0) + tl.sum(wide_high * wide_high, 0)
-            scale = tl.rsqrt(squares / DIM + eps)
-            low_weight = tl.load(weight + at, mask=inside, other=0.0).to(tl.float32)
-            high_weight = tl.load(weight + half + at, mask=inside, other=0.0).to(tl.float32)
-            low = ((wide_low * scale).to(kind).to(tl.float32) * low_weight).to(kind)
-            high = ((wide_high * scale).to(kind).to(tl.float32) * high_weight).to(kind)
-        angle = position.to(tl.int64) * DIM
-        low_cos = tl.load(COS + angle + at, mask=inside, other=0.0).to(tl.float32)
-        low_sin = tl.load(SIN + angle + at, mask=inside, other=0.0).to(tl.float32)
-        high_cos = tl.load(COS + angle + half + at, mask=inside, other=0.0).to(tl.float32)
-        high_sin = tl.load(SIN + angle + half + at, mask=inside, other=0.0).to(tl.float32)
+    turned_low, turned_high = low, high
+    if NORMS:
         wide_low, wide_high = low.to(tl.float32), high.to(tl.float32)
-        low = ((wide_low * low_cos).to(kind).to(tl.float32) - (wide_high * low_sin).to(kind).to(tl.float32)).to(kind)
-        high = ((wide_high * high_cos).to(kind).to(tl.float32) + (wide_low * high_sin).to(kind).to(tl.float32)).to(kind)
-    if head < HEADS:
-        tl.store(source + at, low, mask=inside)
-        tl.store(source + half + at, high, mask=inside)
-    else:
-        row = tl.load(ROWS + token).to(tl.int64)
-        block = tl.load(TABLE + row * table_stride + position // BLOCK_TOKENS).to(tl.int64)
-        into = POOL + block * block_stride + (position % BLOCK_TOKENS) * DIM
-        if head < HEADS + KV_HEADS:
-            into += (head - HEADS) * (BLOCK_TOKENS * DIM)
-        else:
-            into += kv_stride + (head - HEADS - KV_HEADS) * (BLOCK_TOKENS * DIM)
-        tl.store(into + at, low, mask=inside)
-        tl.store(into + half + at, high, mask=inside)
+        squares = tl.sum(wide_low * wide_low, 1) + tl.sum(wide_high * wide_high, 1)
+        scale = tl.rsqrt(squares / DIM + eps)[:, None]
+        weight = tl.where(is_query, Q_WEIGHT, K_WEIGHT) + at
+        low_weight = tl.load(weight, mask=real, other=0.0).to(tl.float32)
+        high_weight = tl.load(weight + half, mask=real, other=0.0).to(tl.float32)
+        turned_low = ((wide_low * scale).to(kind).to(tl.float32) * low_weight).to(kind)
+        turned_high = ((wide_high * scale).to(kind).to(tl.float32) * high_weight).to(kind)
+    angle = position.to(tl.int64) * DIM + at
+    inside = at < half
+    low_cos = tl.load(COS + angle, mask=inside, other=0.0).to(tl.float32)
+    low_sin = tl.load(SIN + angle, mask=inside, other=0.0).to(tl.float32)
+    high_cos = tl.load(COS + angle + half, mask=inside, other=0.0).to(tl.float32)
+    high_sin = tl.load(SIN + angle + half, mask=inside, other=0.0).to(tl.float32)
+    a, b = turned_low.to(tl.float32), turned_high.to(tl.float32)
+    turned_low = ((a * low_cos).to(kind).to(tl.float32) - (b * low_sin).to(kind).to(tl.float32)).to(kind)
+    turned_high = ((b * high_cos).to(kind).to(tl.float32) + (a * high_sin).to(kind).to(tl.float32)).to(kind)
+    tl.store(source, turned_low, mask=real & ~is_value)
+    tl.store(source + half, turned_high, mask=real & ~is_value)
+    row = tl.load(ROWS + token).to(tl.int64)
+    block = tl.load(TABLE + row * table_stride + position // BLOCK_TOKENS).to(tl.int64)
+    of_kind = tl.where(is_value, kv_stride - KV_HEADS * (BLOCK_TOKENS * DIM), 0)
+    into = POOL + block * block_stride + (position % BLOCK_TOKENS) * DIM
+    into = into + of_kind + (head - HEADS) * (BLOCK_TOKENS * DIM) + at
+    tl.store(into, tl.where(is_value, low, turned_low), mask=real & (head >= HEADS))
+    tl.store(into + half, tl.where(is_value, high, turned_high), mask=real & (head >= HEADS))
 
 
 @triton.jit(
@@ -205,16 +205,59 @@ def merge_splits(
     tl.store(into, answer.to(OUT.dtype.element_ty), mask=at < DIM)
 
 
+@triton.jit
+def load_context(
+    keys,
+    kv_stride,
+    table,
+    block_stride,
+    key,
+    last,
+    DIM: tl.constexpr,
+    WIDE: tl.constexpr,
+    BLOCK_TOKENS: tl.constexpr,
+    WHOLE: tl.constexpr,
+):
+    """The keys and values `[tokens, WIDE]` of positions `key`, from blocks; those from `last` on are zeros."""
+    at = tl.arange(0, WIDE)
+    if WHOLE and DIM == WIDE:
+        block = tl.load(table + key // BLOCK_TOKENS).to(tl.int64)
+        source = keys + (block * block_stride + (key % BLOCK_TOKENS) * DIM)[:, None] + at[None, :]
+        k, v = tl.load(source), tl.load(source + kv_stride)
+    else:
+        block = tl.load(table + key // BLOCK_TOKENS, mask=key < last, other=0).to(tl.int64)
+        source = keys + (block * block_stride + (key % BLOCK_TOKENS) * DIM)[:, None] + at[None, :]
+        inside = (key < last)[:, None] & (at < DIM)[None, :]
+        k, v = tl.load(source, mask=inside, other=0.0), tl.load(source + kv_stride, mask=inside, other=0.0)
+    return k, v
+
+
+@triton.jit
+def attend(largest, total, answer, q, k, v, scale, seen, MASKED: tl.constexpr):
+    """Adds keys to the largest scores, the sums and the answers of queries; all powers are of 2. `seen` is a mask."""
+    scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
+    if MASKED:
+        scores = tl.where(seen, scores, -1e30)
+    new = tl.maximum(largest, tl.max(scores, 1))
+    fade = tl.math.exp2(largest - new)
+    weights = tl.math.exp2(scores - new[:, None])
+    total = total * fade + tl.sum(weights, 1)
+    answer = tl.dot(weights.to(v.dtype), v, answer * fade[:, None], input_precision="ieee")
+    return new, total, answer
+
+
 @triton.jit(
     do_not_specialize=["table_stride"],
     do_not_specialize_on_alignment=["TABLE", "TILES"],
 )
 def prefill_attention(
-    QKV,
+    STEP,
     POOL,
     TABLE,
     TILES,
     OUT,
+    PARTS,
+    EXTREMES,
     block_stride,
     kv_stride,
     table_stride,
@@ -225,46 +268,90 @@ def prefill_attention(
     DIM: tl.constexpr,
     WIDE: tl.constexpr,
     BLOCK_TOKENS: tl.constexpr,
-    QUERIES: tl.constexpr,
     TILE: tl.constexpr,
+    SPLITS: tl.constexpr,
 ):
-    """One query head of up to QUERIES neighbouring tokens of one sequence, causally, against all tokens before them.
+    """One query head of up to TILE neighbouring tokens of a chunk, against one split of the context before the chunk:
+    a part of the result, or all of it. The last split has the chunk's own tokens too, causally.
 
-    A row of TILES is: index of the first token, number of tokens, the first one's position, the table's row.
+    The context is read from the pool, the chunk's keys and values from STEP, a descriptor of the step's rows, by TMA.
+    A row of TILES is: index of the first token, number of tokens, the first one's position, the table's row, and the
+    number of the chunk's tokens before the first one, a multiple of TILE. `scale` is that of powers of 2.
     """
-    tile, head = tl.program_id(0), tl.program_id(1)
-    first = tl.load(TILES + tile * 4).to(tl.int64)
-    count = tl.load(TILES + tile * 4 + 1)
-    position = tl.load(TILES + tile * 4 + 2)
-    table = TABLE + tl.load(TILES + tile * 4 + 3).to(tl.int64) * table_stride
-    row, at = tl.arange(0, QUERIES), tl.arange(0, WIDE)
-    real = (row < count)[:, None] & (at < DIM)[None, :]
-    place = (first + row) * (HEADS + 2 * KV_HEADS) * DIM + head * DIM
-    q = tl.load(QKV + place[:, None] + at[None, :], mask=real, other=0.0)
-    largest = tl.full([QUERIES], -1e30, tl.float32)
-    total = tl.zeros([QUERIES], tl.float32)
-    answer = tl.zeros([QUERIES, WIDE], tl.float32)
+    head, tile, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    first = tl.load(TILES + tile * 5)
+    count = tl.load(TILES + tile * 5 + 1)
+    table = TABLE + tl.load(TILES + tile * 5 + 3).to(tl.int64) * table_stride
+    before = tl.load(TILES + tile * 5 + 4)
+    context = tl.load(TILES + tile * 5 + 2) - before
+    row, at = tl.arange(0, TILE), tl.arange(0, WIDE)
+    q = STEP.load([first, head * DIM])
+    if DIM != WIDE:
+        q = tl.where((at < DIM)[None, :], q, 0.0)
+    largest = tl.full([TILE], -1e30, tl.float32)
+    total = tl.zeros([TILE], tl.float32)
+    answer = tl.zeros([TILE, WIDE], tl.float32)
     keys = POOL + (head // GROUP) * (BLOCK_TOKENS * DIM)
-    end = position + count
-    for start in range(0, end, TILE):
-        key = start + tl.arange(0, TILE)
-        known = key < end
-        block = tl.load(table + key // BLOCK_TOKENS, mask=known, other=0).to(tl.int64)
-        offset = block * block_stride + (key % BLOCK_TOKENS) * DIM
-        inside = known[:, None] & (at < DIM)[None, :]
-        k = tl.load(keys + offset[:, None] + at[None, :], mask=inside, other=0.0)
-        v = tl.load(keys + kv_stride + offset[:, None] + at[None, :], mask=inside, other=0.0)
-        scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
-        if start + TILE > position:
-            scores = tl.where(key[None, :] <= (position + row)[:, None], scores, -1e30)
-        new = tl.maximum(largest, tl.max(scores, 1))
-        fade = tl.exp(largest - new)
-        weights = tl.exp(scores - new[:, None])
-        total = total * fade + tl.sum(weights, 1)
-        answer = answer * fade[:, None] + tl.dot(weights.to(v.dtype), v, input_precision="ieee")
-        largest = new
-    into = OUT + ((first + row) * HEADS + head)[:, None] * DIM + at[None, :]
-    tl.store(into, (answer / total[:, None]).to(OUT.dtype.element_ty), mask=real)
+    share = tl.cdiv(tl.cdiv(context, SPLITS), TILE) * TILE
+    begin = tl.minimum(split * share, context)
+    last = tl.minimum(begin + share, context)
+    whole = begin + (last - begin) // TILE * TILE
+    for start in range(begin, whole, TILE):
+        k, v = load_context(keys, kv_stride, table, block_stride, start + row, last, DIM, WIDE, BLOCK_TOKENS, True)
+        largest, total, answer = attend(largest, total, answer, q, k, v, scale, True, False)
+    if whole < last:
+        k, v = load_context(keys, kv_stride, table, block_stride, whole + row, last, DIM, WIDE, BLOCK_TOKENS, False)
+        largest, total, answer = attend(largest, total, answer, q, k, v, scale, (whole + row < last)[None, :], True)
+    if split == SPLITS - 1:
+        key_column = (HEADS + head // GROUP) * DIM
+        value_column = key_column + KV_HEADS * DIM
+        for start in range(first - before, first, TILE):
+            k, v = STEP.load([start, key_column]), STEP.load([start, value_column])
+            largest, total, answer = attend(largest, total, answer, q, k, v, scale, True, False)
+        seen = row[None, :] <= row[:, None]
+        k, v = STEP.load([first, key_column]), STEP.load([first, value_column])
+        if count < TILE:
+            # What follows is another request's: if its values are no numbers, their product with 0 is none either.
+            v = tl.where((row < count)[:, None], v, 0.0)
+            largest, total, answer = attend(largest, total, answer, q, k, v, scale, seen, True)
+        else:
+            largest, total, answer = attend(largest, total, answer, q, k, v, scale, seen, True)
+    if SPLITS == 1:
+        real = (row < count)[:, None] & (at < DIM)[None, :]
+        into = OUT + ((first + row).to(tl.int64) * HEADS + head)[:, None] * DIM + at[None, :]
+        tl.store(into, (answer / total[:, None]).to(OUT.dtype.element_ty), mask=real)
+    else:
+        part = ((tile * HEADS + head) * SPLITS + split) * TILE + row
+        tl.store(PARTS + part[:, None].to(tl.int64) * WIDE + at[None, :], answer)
+        tl.store(EXTREMES + part * 2, largest)
+        tl.store(EXTREMES + part * 2 + 1, total)
+
+
+@triton.jit(do_not_specialize_on_alignment=["TILES"])
+def merge_tiles(
+    PARTS,
+    EXTREMES,
+    TILES,
+    OUT,
+    HEADS: tl.constexpr,
+    DIM: tl.constexpr,
+    WIDE: tl.constexpr,
+    TILE: tl.constexpr,
+    SPLITS: tl.constexpr,
+):
+    """Combines the results of the splits for one query head of one token of a tile."""
+    head, tile, row = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    if row >= tl.load(TILES + tile * 5 + 1):
+        return
+    token = tl.load(TILES + tile * 5).to(tl.int64) + row
+    split, at = tl.arange(0, SPLITS), tl.arange(0, WIDE)
+    part = ((tile * HEADS + head) * SPLITS + split) * TILE + row
+    largest = tl.load(EXTREMES + part * 2)
+    total = tl.load(EXTREMES + part * 2 + 1)
+    weight = tl.math.exp2(largest - tl.max(largest, 0))
+    answer = tl.load(PARTS + part[:, None].to(tl.int64) * WIDE + at[None, :])
+    answer = tl.sum(answer * weight[:, None], 0) / tl.sum(weight * total, 0)
+    tl.store(OUT + (token * HEADS + head) * DIM + at, answer.to(OUT.dtype.element_ty), mask=at < DIM)
 
 
 @triton.jit(do_not_specialize=["count"], do_not_specialize_on_alignment=["IDS"])

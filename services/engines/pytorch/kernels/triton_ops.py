@@ -1,22 +1,36 @@
 """The operations of the fused model by Triton kernels. Importable only where Triton is installed."""
 
+import math
+
 import torch
 import triton
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from services.engines.pytorch.kernels import triton_kernels
 from services.engines.pytorch.kernels.paged_ops import QUERIES_OF_A_TILE, HeadNorms, HeadShape, PagedTokens
 
 _KEYS_OF_A_TILE = 64
 _GATE_BLOCK = 1024
+_HEADS_AT_ONCE = 16
 # The programs that keep the memory of a large GPU busy; a split of a context is one program for each KV head.
 _PROGRAMS = 512
 _MAX_SPLITS = 16
+# A few new tokens behind a long context are few programs, each of which goes through all of it.
+_TILE_SPLITS, _FEW_TILE_PROGRAMS, _LONG_CONTEXT = 8, 128, 8192
+_LOG2_E = math.log2(math.e)
 
 
 def splits(singles: int, kv_heads: int) -> int:
     """Returns into how many parts each context is split for this number of sequences: a power of 2."""
     wanted = max(1, _PROGRAMS // (singles * kv_heads))
     return min(_MAX_SPLITS, 1 << (wanted.bit_length() - 1))
+
+
+def tile_splits(programs: int, context_tokens: int) -> int:
+    """Returns into how many parts each context is split for so many tiles and heads: 1 or one other number, since each
+    is a kernel to compile.
+    """
+    return _TILE_SPLITS if programs <= _FEW_TILE_PROGRAMS and context_tokens >= _LONG_CONTEXT else 1
 
 
 class TritonOps:
@@ -58,7 +72,8 @@ class TritonOps:
         kv_heads, block_tokens, head_dim = layer.shape[2:]
         heads = qkv.shape[1] // head_dim - 2 * kv_heads
         cos, sin = angles
-        triton_kernels.rotate_and_write[(len(qkv), heads + 2 * kv_heads)](
+        programs = triton.cdiv(heads + 2 * kv_heads, _HEADS_AT_ONCE)
+        triton_kernels.rotate_and_write[(len(qkv), programs)](
             qkv,
             cos,
             sin,
@@ -78,7 +93,8 @@ class TritonOps:
             DIM=head_dim,
             HALF=triton.next_power_of_2(head_dim // 2),
             BLOCK_TOKENS=block_tokens,
-            num_warps=1,
+            AT_ONCE=_HEADS_AT_ONCE,
+            num_warps=4,
         )
 
     def attend(self, qkv: torch.Tensor, tokens: PagedTokens, layer: torch.Tensor, shape: HeadShape) -> torch.Tensor:
@@ -147,24 +163,45 @@ class TritonOps:
         shape: HeadShape,
         out: torch.Tensor,
     ) -> None:
-        triton_kernels.prefill_attention[(len(tiles), shape.heads)](
-            qkv,
+        wide = max(16, triton.next_power_of_2(shape.head_dim))
+        step = TensorDescriptor(qkv, list(qkv.shape), [qkv.shape[1], 1], [QUERIES_OF_A_TILE, wide])
+        parts = tile_splits(len(tiles) * shape.heads, tokens.tables.shape[1] * layer.shape[3])
+        count = len(tiles) * shape.heads * parts * QUERIES_OF_A_TILE if parts > 1 else 0
+        partial = torch.empty(count * wide, dtype=torch.float32, device=qkv.device)
+        extremes = torch.empty(count * 2, dtype=torch.float32, device=qkv.device)
+        triton_kernels.prefill_attention[(shape.heads, len(tiles), parts)](
+            step,
             layer,
             tokens.tables,
             tiles,
             out,
+            partial,
+            extremes,
             layer.stride(0),
             layer.stride(1),
             tokens.tables.stride(0),
-            shape.scaling,
+            shape.scaling * _LOG2_E,
             GROUP=shape.heads // shape.kv_heads,
             HEADS=shape.heads,
             KV_HEADS=shape.kv_heads,
             DIM=shape.head_dim,
-            WIDE=max(16, triton.next_power_of_2(shape.head_dim)),
+            WIDE=wide,
             BLOCK_TOKENS=layer.shape[3],
-            QUERIES=QUERIES_OF_A_TILE,
-            TILE=_KEYS_OF_A_TILE,
-            num_warps=8,
+            TILE=QUERIES_OF_A_TILE,
+            SPLITS=parts,
+            num_warps=4,
             num_stages=3 if qkv.dtype == torch.bfloat16 else 1,
         )
+        if parts > 1:
+            triton_kernels.merge_tiles[(shape.heads, len(tiles), QUERIES_OF_A_TILE)](
+                partial,
+                extremes,
+                tiles,
+                out,
+                HEADS=shape.heads,
+                DIM=shape.head_dim,
+                WIDE=wide,
+                TILE=QUERIES_OF_A_TILE,
+                SPLITS=parts,
+                num_warps=1,
+            )

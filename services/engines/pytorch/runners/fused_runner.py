@@ -16,6 +16,7 @@ from services.engines.pytorch.runners.batch import Chunk, MediaRows, media_rows
 from services.engines.pytorch.runners.runner import InflightStep, guided
 from services.engines.pytorch.runners.step_tensors import (
     KNOWN,
+    TILE_NUMBERS,
     DecodeArrays,
     Layout,
     PromptRows,
@@ -91,6 +92,8 @@ class FusedRunner:
         self._uncaptured: list[int] = []  # sizes that are captured later, the smallest first
         self._pool = torch.cuda.graph_pool_handle() if self.has_graphs else None
         self._decodes = self._make_decodes()
+        if device.type == "cuda":
+            self._compile_for_long_contexts()
         self._masks = MaskThreads()
 
     def start(self, chunks: Sequence[Chunk]) -> InflightStep:
@@ -196,6 +199,15 @@ class FusedRunner:
         made = [self._graphed_decode(size) for size in reversed(sizes)]
         _log.info("decode steps captured", sizes=sizes, seconds=round(time.monotonic() - began, 1))
         return made[::-1]
+
+    def _compile_for_long_contexts(self) -> None:
+        """Computes a step of padding with the widest table: a few tokens behind a long context have their own kernels,
+        which the first request that needs them would wait for.
+        """
+        layout = Layout(1, 1, self._decode_layout(1).shape[2], tiles=1)
+        flat = layout.empty()
+        flat[-TILE_NUMBERS:] = (0, 1, 0, 0, 0)
+        self._decoded(layout.views(upload(flat, self._device), singles=0))
 
     def _plain_decode(self, size: int) -> Decode:
         layout = self._decode_layout(size)

@@ -16,6 +16,7 @@ from services.engines.pytorch.runners.batch import Chunk
 from services.engines.pytorch.sampling.prompt_logprobs import PromptReport
 from services.engines.pytorch.sequence import TokenSequence
 
+TILE_NUMBERS = 5
 PADDING = -1
 KNOWN = -1
 
@@ -68,14 +69,14 @@ class Layout:
 
     def __init__(self, tokens: int, sequences: int, width: int, tiles: int = 0) -> None:
         self.shape = (tokens, sequences, width, tiles)
-        self.size = 4 * tokens + sequences * width + 4 * tiles
+        self.size = 4 * tokens + sequences * width + TILE_NUMBERS * tiles
 
     def views(self, flat: torch.Tensor, singles: int) -> StepTensors:
         """Returns the parts of such an array on the device; the first `singles` tokens are decoded one by one."""
         tokens, sequences, width, tiles = self.shape
         ids, sources, positions, rows = flat[: 4 * tokens].view(4, tokens).unbind()
         tables = flat[4 * tokens : 4 * tokens + sequences * width].view(sequences, width)
-        parts = flat[4 * tokens + sequences * width : self.size].view(tiles, 4) if tiles else None
+        parts = flat[4 * tokens + sequences * width : self.size].view(tiles, TILE_NUMBERS) if tiles else None
         return StepTensors(ids, sources, PagedTokens(positions, rows, tables, singles, parts))
 
     def empty(self) -> Ints:
@@ -130,9 +131,9 @@ def build(chunks: Sequence[Chunk], block_tokens: int, places: Mapping[TokenSeque
     return flat, layout, singles
 
 
-def _tiles(chunks: Sequence[Chunk], singles: int) -> list[tuple[int, int, int, int]]:
-    """Splits the longer chunks into tiles: first token of the step, tokens, first position, row. The longest work comes
-    first.
+def _tiles(chunks: Sequence[Chunk], singles: int) -> list[tuple[int, int, int, int, int]]:
+    """Splits the longer chunks into tiles: first token of the step, tokens, first position, row, and the chunk's tokens
+    before it. The longest work comes first.
 
     Tiles late in a long prompt read much more than others, which then fill the gaps.
     """
@@ -141,7 +142,7 @@ def _tiles(chunks: Sequence[Chunk], singles: int) -> list[tuple[int, int, int, i
     for row, chunk in enumerate(chunks[singles:], start=singles):
         for offset in range(0, chunk.count, QUERIES_OF_A_TILE):
             count = min(QUERIES_OF_A_TILE, chunk.count - offset)
-            found.append((first + offset, count, chunk.start + offset, row))
+            found.append((first + offset, count, chunk.start + offset, row, offset))
         first += chunk.count
     return sorted(found, key=lambda tile: tile[2], reverse=True)
 

@@ -8,19 +8,24 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from support.clients.worker_calls import calls_to, decode_request
 from support.engines import vllm
 from support.engines.checkpoints import save_qwen3
 from support.engines.engine_calls import collect, disaggregated, greedy
 from support.eventually import eventually
 
-from baton.errors import EngineFailed
+from baton.errors import EngineFailed, LayoutMismatch
+from benchmarks.vllm_gpu.model import shape
+from discovery.memory import MemoryRegistry
 from runtime.machine import visible_gpus
+from services.config import WorkerConfig
 from services.engines.base import Engine
 from services.engines.context import EngineContext
 from services.engines.prompt import Prompt
 from services.engines.vllm.config import VllmConfig
 from services.engines.vllm.engine import VllmEngine
 from services.engines.vllm.factory import open_vllm
+from services.server import host_worker
 
 pytestmark = [pytest.mark.requires_vllm, pytest.mark.timeout(600)]
 
@@ -101,6 +106,29 @@ async def test_an_idle_engine_frees_the_gpus_memory_and_the_next_request_wakes_i
         assert engine.healthy
 
 
+async def test_a_model_of_8b_shape_answers_within_three_seconds_of_its_sleep(tmp_path: Path) -> None:
+    """With made-up weights. Only its first sleep, which takes memory of the host for them, is long."""
+    import torch
+
+    shape(tiny=False).save_pretrained(tmp_path)
+    sleeping = {"sleep_after_seconds": 1.0, "whole_requests": True, "canary_seconds": 2.0, "guided_decoding": False}
+    args = {"num_gpu_blocks_override": None, "kv_cache_memory_bytes": 2 << 30, "gpu_memory_utilization": 0.25}
+    args |= {"load_format": "dummy", "dtype": "bfloat16", "max_model_len": 2048}
+    async with _engine(tmp_path, "decode", args=args, **sleeping) as engine:
+        expected = await _answers(engine, "before")
+        free = torch.cuda.mem_get_info()[0]
+        for turn in range(3):
+            await eventually(lambda: torch.cuda.mem_get_info()[0] > free + (14 << 30), seconds=60)
+            began = time.monotonic()
+            stream = engine.decode(replace(PROMPTS[2], cache_salt=f"{turn}"), greedy(4))
+            async with aclosing(stream):
+                await anext(stream)
+                seconds = time.monotonic() - began
+            print(f"asleep, then a first token after {seconds:.2f} s", flush=True)
+            assert seconds < 3.0
+            assert await _answers(engine, f"after {turn}") == expected
+
+
 async def test_running_out_of_the_device_s_memory_ends_its_engine_and_no_other(tmp_path: Path) -> None:
     """A prompt's log probabilities over a large vocabulary need memory that vLLM has not put aside."""
     import torch
@@ -166,3 +194,35 @@ async def test_a_prefix_cache_of_fp8_has_another_digest(checkpoint: Path) -> Non
         assert plain.facts.layout.digest != narrow.facts.layout.digest
         assert plain.facts.layout.block_bytes == 2 * narrow.facts.layout.block_bytes
         assert len((await collect(narrow.decode(PROMPTS[1], greedy(12)))).ids) == 12
+
+
+async def test_answers_over_two_engines_with_kv_of_fp8_are_those_of_one(checkpoint: Path) -> None:
+    args = {"dtype": "bfloat16", "kv_cache_dtype": "fp8"}
+    async with _engine(checkpoint, "prefill", args=args) as prefill, _engine(checkpoint, "decode", args=args) as decode:
+        whole = await _answers(decode, "one")
+        over_two = [await disaggregated(prefill, decode, each, greedy(12)) for each in PROMPTS]
+        assert over_two == [ids[1:] for ids in whole]
+
+
+async def test_a_handoff_of_bfloat16_kv_is_refused_where_kv_is_fp8(checkpoint: Path) -> None:
+    async with AsyncExitStack() as stack:
+        workers = []
+        for role, kind in (("prefill", "auto"), ("decode", "fp8")):
+            engine = vllm.settings(checkpoint, {"dtype": "bfloat16", "kv_cache_dtype": kind})
+            lease = {"lease_seconds": vllm.LEASE_SECONDS}
+            settings = {"worker_id": role, "roles": [role], "engine": engine, "handoff": lease, "drain_seconds": 0}
+            config = WorkerConfig.model_validate(settings)
+            workers.append(await stack.enter_async_context(host_worker(config, MemoryRegistry("test"))))
+        async with calls_to(workers[0].address) as prefill, calls_to(workers[1].address) as decode:
+            handoff = await prefill.prefill()
+            with pytest.raises(LayoutMismatch):
+                await decode.decode(decode_request(handoff))
+
+
+async def test_answers_over_two_engines_with_weights_of_fp8_are_those_of_one(checkpoint: Path) -> None:
+    args = {"dtype": "bfloat16", "quantization": "fp8"}
+    async with _engine(checkpoint, "prefill", args=args) as prefill, _engine(checkpoint, "decode", args=args) as decode:
+        assert decode.llm.vllm_config.model_config.quantization == "fp8"
+        whole = await _answers(decode, "one")
+        over_two = [await disaggregated(prefill, decode, each, greedy(12)) for each in PROMPTS]
+        assert over_two == [ids[1:] for ids in whole]

@@ -52,7 +52,7 @@ def _tokens(singles: list[int], chunks: list[tuple[int, int]], block_tokens: int
     for index, (first, count) in enumerate(chunks):
         row = len(singles) + index
         for start in range(0, count, QUERIES_OF_A_TILE):
-            tiles.append([len(positions) + start, min(QUERIES_OF_A_TILE, count - start), first + start, row])
+            tiles.append([len(positions) + start, min(QUERIES_OF_A_TILE, count - start), first + start, row, start])
         positions += range(first, first + count)
         rows += [row] * count
 
@@ -74,21 +74,42 @@ def _tokens(singles: list[int], chunks: list[tuple[int, int]], block_tokens: int
         pytest.param([40] * 40, [], id="so-many-that-no-context-is-split"),
         pytest.param([], [(0, 150), (0, 2), (37, 20)], id="prompts-and-a-later-chunk"),
         pytest.param([33, -1, 5], [(0, 7), (130, 140)], id="both-with-padding-between"),
+        pytest.param([], [(2500, 33), (0, 5), (700, 2)], id="a-few-tokens-behind-a-long-context"),
     ],
 )
 def test_attention_equals_plain_attention(
-    shape: HeadShape, block_tokens: int, singles: list[int], chunks: list[tuple[int, int]]
+    shape: HeadShape,
+    block_tokens: int,
+    singles: list[int],
+    chunks: list[tuple[int, int]],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    from services.engines.pytorch.kernels import triton_ops
+
+    monkeypatch.setattr(triton_ops, "_LONG_CONTEXT", 2048)
     torch.manual_seed(3)
     tokens, blocks = _tokens(singles, chunks, block_tokens)
     pool = _pool(shape, block_tokens, blocks, torch.float32)
     qkv = torch.randn(len(tokens.positions), (shape.heads + 2 * shape.kv_heads) * shape.head_dim, device=DEVICE)
     real = tokens.positions >= 0
+    still = torch.ones(3000, shape.head_dim, device=DEVICE), torch.zeros(3000, shape.head_dim, device=DEVICE)
 
     for layer in range(3):
+        TorchOps().rotate_and_write(qkv, still, tokens, pool[:, layer], None)
         expected = TorchOps().attend(qkv, tokens, pool[:, layer], shape)
         found = _triton().attend(qkv, tokens, pool[:, layer], shape)  # type: ignore[attr-defined]
         torch.testing.assert_close(found[real], expected[real], rtol=1e-4, atol=1e-5)
+
+
+def test_values_that_are_no_numbers_harm_no_other_request_of_the_step() -> None:
+    shape, block_tokens = HeadShape(4, 4, 32, 0.2), 16
+    tokens, blocks = _tokens([], [(0, 7), (0, 9)], block_tokens)
+    pool = _pool(shape, block_tokens, blocks, torch.float32)
+    qkv = torch.randn(16, (shape.heads + 2 * shape.kv_heads) * shape.head_dim, device=DEVICE)
+    expected = _triton().attend(qkv.clone(), tokens, pool[:, 0], shape)  # type: ignore[attr-defined]
+    qkv[7:] = float("nan")
+    found = _triton().attend(qkv, tokens, pool[:, 0], shape)  # type: ignore[attr-defined]
+    assert torch.equal(found[:7], expected[:7])
 
 
 @pytest.mark.parametrize(("shape", "block_tokens"), SHAPES)
@@ -108,9 +129,8 @@ def test_rotated_keys_and_values_land_in_their_blocks_and_nowhere_else(
     for ops, pool, row in zip((TorchOps(), _triton()), pools, rows, strict=True):
         ops.rotate_and_write(row, (turns.cos(), turns.sin()), tokens, pool[:, 1], norms)  # type: ignore[attr-defined]
 
-    queries = shape.heads * shape.head_dim
     real = tokens.positions >= 0
-    torch.testing.assert_close(rows[1][real, :queries], rows[0][real, :queries], rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(rows[1][real], rows[0][real], rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(pools[1], pools[0], rtol=1e-5, atol=1e-5)
     assert not pools[1][0].any()
 

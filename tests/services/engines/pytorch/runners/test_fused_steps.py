@@ -89,9 +89,10 @@ async def test_prompts_of_a_step_are_cut_into_tiles_the_longest_work_first(llama
         later = _chunk(llama, engine, 90, 64, [30, 31, 32, 33, 34, 35])
     flat, layout, singles = build([alone, fresh, later], 16, {})
     assert singles == 1
-    assert layout.shape == (1 + 200 + 26, 3, 13, 3)
-    tiles = flat[4 * 227 + 3 * 13 :].reshape(-1, 4).tolist()
-    assert tiles == [[1 + 128, 72, 128, 1], [1 + 200, 26, 64, 2], [1, 128, 0, 1]]
+    assert layout.shape == (1 + 200 + 26, 3, 13, 5)
+    tiles = flat[4 * 227 + 3 * 13 :].reshape(-1, 5).tolist()
+    first, second, third, fourth = [1, 64, 0, 1, 0], [65, 64, 64, 1, 64], [129, 64, 128, 1, 128], [193, 8, 192, 1, 192]
+    assert tiles == [fourth, third, second, [1 + 200, 26, 64, 2, 0], first]
     assert np.array_equal(flat[2 * 227 : 2 * 227 + 3], [16, 0, 1])
 
 
