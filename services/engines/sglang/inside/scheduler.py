@@ -71,6 +71,8 @@ def _compute_prompts(scheduler: Any, modes: Any) -> None:
         if not self.baton_local and self.chunked_req is None and not _is_prompt(self.last_batch):
             return next_batch(self, running_batch)
         running_batch = _with_arrived(self, running_batch)
+        # SGLang would not look again before a running request has ended, and none may run: rooms hold blocks, too.
+        running_batch.batch_is_full = False
         arrived, self.waiting_queue = self.waiting_queue, self.baton_local
         try:
             return self.get_next_batch_to_run(running_batch, self.last_batch)

@@ -96,6 +96,13 @@ class Asked:
     abort_all: bool = False
 
 
+@dataclass
+class Batch:
+    """A running batch."""
+
+    batch_is_full: bool = False
+
+
 MODES = SimpleNamespace(DECODE="decode")
 
 
@@ -146,21 +153,28 @@ def changed_scheduler() -> Any:
 def test_a_decode_engine_schedules_its_own_prompts_apart_from_those_whose_kv_comes() -> None:
     scheduler = changed_scheduler()
     scheduler.waiting_queue = [Request("arrived", "10.0.0.1")]
-    assert scheduler.get_next_disagg_decode_batch_to_run(None) == "without prompts"
+    assert scheduler.get_next_disagg_decode_batch_to_run(Batch()) == "without prompts"
     scheduler._add_request_to_queue(Request("here"))
     scheduler._add_request_to_queue(Request("there", "10.0.0.1"))
     assert [req.rid for req in scheduler.elsewhere] == ["there"]
-    assert scheduler.get_next_disagg_decode_batch_to_run(None) == "with prompts"
+    assert scheduler.get_next_disagg_decode_batch_to_run(Batch()) == "with prompts"
     assert scheduler.scheduled == [["here"]]
     assert [req.rid for req in scheduler.waiting_queue] == ["arrived"]
-    assert scheduler.get_next_disagg_decode_batch_to_run(None) == "without prompts"
+    assert scheduler.get_next_disagg_decode_batch_to_run(Batch()) == "without prompts"
 
 
 def test_a_prompt_that_is_computed_in_parts_does_not_stop_requests_whose_kv_has_come() -> None:
     scheduler = changed_scheduler()
     scheduler.chunked_req = chunked = Request("long")
-    assert scheduler.get_next_disagg_decode_batch_to_run(None) == "with prompts"
+    assert scheduler.get_next_disagg_decode_batch_to_run(Batch()) == "with prompts"
     assert scheduler.chunked_req is chunked
+
+
+def test_a_prompt_that_found_no_room_is_looked_at_again_though_nothing_runs() -> None:
+    scheduler, running = changed_scheduler(), Batch(batch_is_full=True)
+    scheduler._add_request_to_queue(Request("here"))
+    scheduler.get_next_disagg_decode_batch_to_run(running)
+    assert not running.batch_is_full
 
 
 def test_a_retracted_request_goes_sglangs_own_way() -> None:
