@@ -1,7 +1,7 @@
 """SGLang's engines for tests, where SGLang is installed: one for each side, and one of whole requests. All tests of a
 run share them, and their event loop: starting one takes minutes on a busy machine.
 
-On CPUs tests/support/sglang_on_cpus must be in PYTHONPATH, with SGLANG_USE_CPU_ENGINE=1 and TRITON_INTERPRET=1; SGLang
+On CPUs tests/support/sglang_on_cpus must be in PYTHONPATH, with SGLANG_USE_CPU_ENGINE=1; SGLang
 draws by seeds on GPUs only. With BATON_TEST_DEVICE=cuda the engines share one GPU, in bfloat16.
 """
 
@@ -27,7 +27,7 @@ from services.engines.sglang.config import SglangConfig
 from services.engines.sglang.factory import open_sglang
 
 ON_GPU = DEVICE == "cuda"
-BLOCK_TOKENS = 16
+BLOCK_TOKENS = 16 if ON_GPU else 1  # blocks of several tokens are allocated by kernels of Triton
 POOL_TOKENS = 640
 RESERVED_TOKENS = 16
 LEASE_SECONDS = 12.0

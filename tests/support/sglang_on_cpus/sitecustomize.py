@@ -3,6 +3,7 @@
 Found by every process that has this folder in its PYTHONPATH. Calling what a stand-in has raises NotImplementedError.
 """
 
+import importlib
 import importlib.abc
 import importlib.machinery
 import sys
@@ -52,3 +53,21 @@ class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 
 
 sys.meta_path.append(_Finder())
+
+
+def _register_host_memory() -> None:
+    """SGLang registers its pool as a GPU's memory."""
+    try:
+        agent = importlib.import_module("nixl_cu13._api").nixl_agent
+    except ImportError:
+        return
+    original = agent.__init__
+
+    def start(self: Any, *arguments: Any, **named: Any) -> None:
+        original(self, *arguments, **named)
+        self.nixl_mems["VRAM"] = self.nixl_mems["cuda"] = self.nixl_mems["DRAM"]
+
+    agent.__init__ = start
+
+
+_register_host_memory()

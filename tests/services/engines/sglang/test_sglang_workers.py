@@ -23,6 +23,9 @@ async def _expected(running: Bench, first: int = 10) -> list[int]:
     return (await running.generate(**_ask(12, first, routing={"topology": "TOPOLOGY_AGGREGATED"}))).token_ids
 
 
+@pytest.mark.feature("prefill and decode on different workers", engine="sglang", facade="grpc")
+@pytest.mark.feature("streaming", engine="sglang", facade="grpc")
+@pytest.mark.feature("token ids as the prompt", engine="sglang", facade="grpc")
 async def test_an_answer_over_two_workers_is_that_of_one(pair: Bench) -> None:
     apart = await pair.generate(**_ask(12))
     assert apart.placed == ("p1", "d1")
@@ -30,6 +33,7 @@ async def test_an_answer_over_two_workers_is_that_of_one(pair: Bench) -> None:
     await eventually(lambda: pair.used_blocks() == 0)
 
 
+@pytest.mark.feature("cancellation", engine="sglang", facade="grpc")
 async def test_requests_that_clients_leave_harm_no_other(pair: Bench) -> None:
     whole = [await _expected(pair, number) for number in range(4)]
 
