@@ -33,7 +33,7 @@ SERVER ?=
 
 # What of the tests `make test` leaves out, unless ALL=1 or TESTS= asks for it: the last -m counts.
 ALL ?=
-MARKS := $(if $(ALL)$(filter-out tests,$(TESTS)),,-m 'not slow and not requires_trtllm and not requires_vllm')
+MARKS := $(if $(ALL)$(filter-out tests,$(TESTS)),,-m 'not slow and not requires_sglang and not requires_trtllm and not requires_vllm')
 
 # Which programs of examples/ `make clients` builds and tests.
 CLIENTS ?= python node go java cpp openai-clients
@@ -149,7 +149,7 @@ test: $(STUBS) ## Run the tests (TESTS= selects, ALL=1 adds slow ones, JOBS= set
 	@$(if $(ALL),,$(if $(filter tests,$(TESTS)),$(MAKE) --no-print-directory faults SAMPLE=1))
 
 faults: $(STUBS) ## Inject faults at every step of requests (SAMPLE=1: a few minutes of it)
-	@BATON_FAULTS=$(if $(SAMPLE),sample,full) $(BIN)/python -m pytest $(if $(SAMPLE),$(AT_ONCE) -rP -m 'not slow and not requires_trtllm and not requires_vllm',-s -n 0) tests/faults
+	@BATON_FAULTS=$(if $(SAMPLE),sample,full) $(BIN)/python -m pytest $(if $(SAMPLE),$(AT_ONCE) -rP -m 'not slow and not requires_sglang and not requires_trtllm and not requires_vllm',-s -n 0) tests/faults
 
 gpu: $(STUBS) ## On a machine with an NVIDIA GPU: the suites that compute run on it, then the benchmarks
 	@BATON_TEST_DEVICE=cuda BATON_FAULTS=full $(BIN)/python -m pytest -n 0 $(STUCK) $(ON_A_GPU)

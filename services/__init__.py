@@ -18,6 +18,6 @@ resume/       decodes that are kept for the next router
 moving/       decodes that go on elsewhere, and changes of role
 handoff/      leases on KV: the owner's side and the reader's
 transports/   how blocks move between workers: shm, tcp, nixl, and those of other distributions
-engines/      pytorch, simulated, vllm, trtllm, and the Protocols that they fulfil
+engines/      pytorch, simulated, vllm, sglang, trtllm, and the Protocols that they fulfil
 telemetry/    metrics, spans, timings
 """

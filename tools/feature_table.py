@@ -13,7 +13,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "features.md"
 FACADES = ("grpc", "openai", "anthropic", "kserve")
-ENGINES = ("pytorch", "simulated", "diffusers", "trtllm", "vllm", "written")
+ENGINES = ("pytorch", "simulated", "diffusers", "trtllm", "vllm", "sglang", "written")
 
 _HEAD = """\
 # Features by engine and API
@@ -26,6 +26,7 @@ what a running deployment offers.
 `pytorch` is the embedded engine; `simulated` has no model: what it shows is the router's work, and the same for every
 engine; `trtllm` is the tests' stand-in for TensorRT-LLM, and not the real one ([tensorrt-llm.md](tensorrt-llm.md));
 `vllm` is vLLM's build for CPUs, whose tests `make vllm` runs, and CI does not ([vllm.md](vllm.md));
+`sglang` is SGLang on CPUs or on a GPU, whose tests are run by hand ([sglang.md](sglang.md));
 `written` answers with a text that the test chose.
 
 """

@@ -1,4 +1,4 @@
-"""Engines: pytorch/, simulated/, vllm/, trtllm/ (experimental), and what they have in common.
+"""Engines: pytorch/, simulated/, vllm/, sglang/, trtllm/ (experimental), and what they have in common.
 
 base.py           the Protocols of engines, encoders and embedders, facts and load
 registry.py       the kinds of engines

@@ -14,6 +14,7 @@ from services.engines.context import EngineConfig, EngineContext, RankProgress
 from services.engines.diffusers.config import DiffusionConfig
 from services.engines.diffusion import Diffuser
 from services.engines.pytorch.config import PyTorchConfig
+from services.engines.sglang.config import SglangConfig
 from services.engines.simulated.config import SimulatedConfig
 from services.engines.trtllm.config import TrtllmConfig
 from services.engines.vllm.config import VllmConfig
@@ -213,6 +214,18 @@ def _describe_vllm(config: VllmConfig) -> list[str]:
     return [f"vllm {line}" for line in resolve(config).describe()]
 
 
+def _open_sglang(config: SglangConfig, context: EngineContext) -> AbstractAsyncContextManager[Engine]:
+    from services.engines.sglang.factory import open_sglang
+
+    return open_sglang(config, context)
+
+
+def _describe_sglang(config: SglangConfig) -> list[str]:
+    from services.engines.sglang.factory import resolve
+
+    return [f"sglang {line}" for line in resolve(config).describe()]
+
+
 ENGINES: dict[str, EngineKind] = {
     "pytorch": EngineKind(
         PyTorchConfig,
@@ -221,6 +234,7 @@ ENGINES: dict[str, EngineKind] = {
         follow=_follow_pytorch,
     ),
     "diffusers": EngineKind(DiffusionConfig, _open_diffusers, {"diffuser": _open_diffuser}),
+    "sglang": EngineKind(SglangConfig, _open_sglang, describe=_describe_sglang),
     "simulated": EngineKind(
         SimulatedConfig,
         _open_simulated,

@@ -15,6 +15,7 @@ import router.processes.process
 import router.telemetry.metrics
 import runtime.telemetry.metrics
 import services.engines.running.metrics
+import services.engines.sglang.metrics
 import services.engines.trtllm.monitoring.metrics
 import services.engines.vllm.monitoring.metrics
 import services.telemetry.metrics
@@ -54,6 +55,7 @@ MODULES = (
     router.telemetry.metrics,
     services.engines.running.metrics,
     services.telemetry.metrics,
+    services.engines.sglang.metrics,
     services.engines.trtllm.monitoring.metrics,
     services.engines.vllm.monitoring.metrics,
     runtime.telemetry.metrics,

@@ -42,7 +42,9 @@ def test_down_in_a_fresh_clone_does_nothing(tmp_path: Path) -> None:
 
 
 def test_what_is_slow_runs_only_where_it_is_asked_for() -> None:
-    assert "-m 'not slow and not requires_trtllm and not requires_vllm' tests --ignore" in make("--dry-run", "test")
+    assert "-m 'not slow and not requires_sglang and not requires_trtllm and not requires_vllm' tests --ignore" in make(
+        "--dry-run", "test"
+    )
     for words in (("test", "ALL=1"), ("test", "TESTS=tests/rpc")):
         assert "not slow" not in make("--dry-run", *words)
 

@@ -15,6 +15,7 @@ from runtime.aio import timeout
 from services.engines.answer import Finished, FinishReason, Tokens
 from services.engines.base import EngineLoad
 from services.engines.external.engine import CANARY_SALT, ExternalEngine
+from services.engines.external.stream import RunningStream
 from services.engines.kv_events import KvChange
 from services.engines.kv_transfer import RemoteKv
 from services.engines.lora.adapters import LoraAdapters
@@ -36,7 +37,7 @@ from services.engines.vllm.requests.generation import KnownTokensDiffer, VllmGen
 from services.engines.vllm.requests.inflight import VllmLimits, VllmRequests
 from services.engines.vllm.requests.plan import Plan, behind_emitted, plan
 from services.engines.vllm.requests.sampling import GuideChecks
-from services.engines.vllm.requests.stream import RunningStream, finished, prefilled
+from services.engines.vllm.requests.stream import finished, prefilled
 from services.engines.vllm.sleeping import VllmSleep
 
 _FIRST_STEP_SECONDS = 300.0

@@ -1,11 +1,8 @@
 """Starts AsyncLLM with the arguments in effect, and ends it."""
 
 import asyncio
-import os
-import random
-import socket
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
@@ -15,6 +12,7 @@ import structlog
 from baton.errors import ConfigError, EngineFailed
 from runtime.threads import daemon_call
 from services.engines.external.argument_places import MergedArguments
+from services.engines.external.surroundings import EnvironmentVariables, free_ports
 from services.engines.lora.options import LoraOptions
 from services.engines.vllm.config import VllmArguments, VllmConfig
 from services.engines.vllm.facts import has_vision
@@ -27,7 +25,6 @@ ResolvedVllm = MergedArguments[VllmArguments]
 
 _EXTENSION = "services.engines.vllm.inside.worker.BatonWorker"
 _SHUTDOWN_SECONDS = 20.0
-_PORTS = range(20_000, 32_000)
 # Set even where they are defaults: routers and the other side of a handoff count on them.
 _ALWAYS = {"max_num_seqs", "max_num_batched_tokens", "block_size", "enable_prefix_caching", "max_logprobs", "seed"}
 # The ranks that vLLM reserves memory for.
@@ -65,7 +62,7 @@ def start(config: VllmConfig, effective: ResolvedVllm, package: VllmPackage, sta
     if unknown := sorted(set(arguments) - package.engine_arguments):
         raise ConfigError(f"vllm {package.version} does not know {', '.join(unknown)}")
     with _STARTING, ExitStack() as stack:
-        stack.enter_context(_Environment(_variables(config, effective.value, package)))
+        stack.enter_context(EnvironmentVariables(_variables(config, effective.value, package)))
         try:
             made = package.engine_args(**arguments)
             loggers = [_logger(package, starting.statistics)]
@@ -193,45 +190,6 @@ def _variables(config: VllmConfig, args: VllmArguments, package: VllmPackage) ->
         # Otherwise the first request with log probabilities waits half a minute for a compiler.
         variables["TORCH_COMPILE_DISABLE"] = "1"
     return variables
-
-
-def free_ports(host: str, count: int) -> int:
-    """Returns the first of `count` neighbouring ports that nothing listens at.
-
-    They are below the ephemeral range: vLLM binds them half a minute later, and without its port an engine starts all
-    the same, but no other worker can read from it.
-    """
-    for _ in range(50):
-        port = _PORTS[random.randrange(len(_PORTS) - count)]
-        if all(_is_free(host, port + offset) for offset in range(count)):
-            return port
-    raise ConfigError(f"no {count} neighbouring ports are free at {host}")
-
-
-def _is_free(host: str, port: int) -> bool:
-    try:
-        with socket.create_server((host, port)):
-            return True
-    except OSError:
-        return False
-
-
-class _Environment:
-    """Sets variables while vLLM's processes start. They read them later too, so only our copy is put back."""
-
-    def __init__(self, variables: Mapping[str, str]) -> None:
-        self._variables = variables
-        self._before = {name: os.environ.get(name) for name in variables}
-
-    def __enter__(self) -> None:
-        os.environ.update(self._variables)
-
-    def __exit__(self, *_: object) -> None:
-        for name, value in self._before.items():
-            if value is None:
-                os.environ.pop(name, None)
-            else:
-                os.environ[name] = value
 
 
 def _logger(package: VllmPackage, statistics: Callable[[int, Any], None]) -> Any:

@@ -21,8 +21,9 @@ from typing_extensions import Self
 from engine_protocol.prefix_hash import block_hash, root_hash
 from runtime.aio import timeout
 from runtime.lasting import lasting
+from services.engines.external.surroundings import free_ports
 from services.engines.kv_events import KvChange, KvPublisher, KvTier
-from services.engines.vllm.loading import EventEndpoints, free_ports
+from services.engines.vllm.loading import EventEndpoints
 from services.engines.vllm.monitoring import metrics
 from services.engines.vllm.requests.builder import HANDOFF_SALT
 

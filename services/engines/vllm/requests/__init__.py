@@ -4,6 +4,6 @@ sampling.py       our sampling parameters in vLLM's words; grammars in vLLM's wo
 builder.py        checks requests, and builds the arguments of a call
 plan.py           what vLLM computes for a request, and which of its first tokens the client has already
 generation.py     the output of one request, followed to its end
-stream.py         an answer that is being generated, for its reader; vLLM's reasons to end a request, in our words
+stream.py         vLLM's reasons to end a request, and its first token, in our words
 inflight.py       all requests: submitted, aborted, counted
 """

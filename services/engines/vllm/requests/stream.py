@@ -1,49 +1,12 @@
-"""An answer that vLLM is generating already, for its reader. Why a request of vLLM ended, in our words."""
-
-from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+"""The reason for which a request of vLLM ended, and its first token, in our words."""
 
 from baton.errors import EngineFailed
-from services.engines.answer import Finished, FinishReason, Tokens
+from services.engines.answer import Finished, FinishReason
 from services.engines.base import ModelFacts
 from services.engines.external.held_kv import ExternalPrefill
 from services.engines.prompt import Prompt, Sampling
-from services.engines.running.generation import ClosingStream
 from services.engines.vllm.handoff import Remembered, write_state
 from services.engines.vllm.requests.generation import VllmGeneration
-
-
-class RunningStream(ClosingStream):
-    """Yields `events`, or gives what `generation` has; `finished` makes its end. Closing it aborts it."""
-
-    def __init__(
-        self,
-        events: AsyncGenerator[Tokens | Finished, None],
-        drop: Callable[[], Awaitable[None]],
-        generation: VllmGeneration,
-        finished: Callable[[], Finished],
-    ) -> None:
-        super().__init__(events, drop)
-        self._generation = generation
-        self._finished = finished
-
-    async def aclose(self) -> None:
-        self._generation.listener = None
-        await super().aclose()
-
-    async def subscribe(self, ready: Callable[[], None]) -> None:
-        """Calls `ready` at each change of the generation."""
-        self._generation.listener = ready
-        if self._generation.changed.is_set():
-            ready()
-
-    def pull(self) -> tuple[Sequence[int], Finished | None]:
-        """The new tokens, and the end. Raises the generation's error."""
-        self._generation.changed.clear()
-        if self._generation.error is not None:
-            raise self._generation.error
-        has_ended = self._generation.has_ended
-        tokens = self._generation.pull()
-        return tokens.ids if tokens else (), self._finished() if has_ended else None
 
 
 def finish_reason(generation: VllmGeneration, sampling: Sampling, facts: ModelFacts) -> FinishReason:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import pytest_asyncio
-from support.engines import trtllm, vllm
+from support.engines import sglang, trtllm, vllm
 from support.engines.checkpoints import save_llama
 from support.engines.device import EXECUTION, ON_DEVICE
 from support.engines.engine_calls import BLOCK_TOKENS, BLOCKS, CONTEXT_TOKENS, MAX_SEQUENCES, MAX_WAITING
@@ -36,6 +36,7 @@ class EngineUnderTest:
     surroundings: Callable[[], AbstractContextManager[object]] = nullcontext
     has_pool: bool = True  # other engines transfer KV themselves, and hold it where tests cannot see it
     block_tokens: int = BLOCK_TOKENS
+    allocates_first: bool = False  # so two engines of it hand over by a room only
     is_freed_by_lease: bool = False  # a release frees KV at once, and only Baton's lease keeps a second reader away
 
 
@@ -96,6 +97,17 @@ ENGINES = [
         ),
         marks=pytest.mark.requires_vllm,
     ),
+    pytest.param(
+        EngineUnderTest(
+            "sglang",
+            lambda _: sglang.SHARED.lend("decode"),
+            sglang.installed,
+            has_pool=False,
+            allocates_first=True,
+            block_tokens=sglang.BLOCK_TOKENS,
+        ),
+        marks=pytest.mark.requires_sglang,
+    ),
 ]
 
 
@@ -103,8 +115,8 @@ ENGINES = [
 def kind(request: pytest.FixtureRequest) -> Iterator[EngineUnderTest]:
     found: EngineUnderTest = request.param
     with found.surroundings():
-        if found.name == "vllm":
-            request.getfixturevalue("end_of_vllm")
+        if found.name in ("sglang", "vllm"):
+            request.getfixturevalue(f"end_of_{found.name}")
         yield found
 
 
@@ -120,6 +132,18 @@ def moving(kind: EngineUnderTest) -> None:
     """For tests of engines that transfer KV themselves."""
     if kind.has_pool:
         pytest.skip("this engine has a pool: tests/services/engines/contract/test_blocks.py")
+    _require_prefill(kind)
+
+
+@pytest.fixture
+def prefilling(kind: EngineUnderTest) -> None:
+    """For tests of prefills that wait for a reader."""
+    _require_prefill(kind)
+
+
+def _require_prefill(kind: EngineUnderTest) -> None:
+    if kind.allocates_first:
+        pytest.skip("this engine's decode side allocates first: tests/services/engines/sglang")
 
 
 @pytest.fixture
@@ -148,9 +172,17 @@ async def engine(kind: EngineUnderTest, checkpoint: Path) -> AsyncIterator[Engin
         assert opened.load().waiting == 0
 
 
+@pytest.fixture
+def seeded(engine: Engine) -> None:
+    """For tests of seeds."""
+    if "seed" in engine.facts.unsupported_sampling:
+        pytest.skip("this engine says that it has no seeds here")
+
+
 @pytest_asyncio.fixture
 async def decoder(kind: EngineUnderTest, checkpoint: Path) -> AsyncIterator[Engine]:
     """A second engine of the same model."""
+    _require_prefill(kind)
     async with kind.open(checkpoint) as opened:
         yield opened
         if not kind.has_pool:

@@ -28,6 +28,7 @@ async def test_the_end_tells_how_long_the_prompt_was(engine: Engine) -> None:
     assert generated.finished.prompt_tokens == len(PROMPT.token_ids)
 
 
+@pytest.mark.usefixtures("prefilling")
 async def test_the_first_token_of_prefill_is_the_first_token_of_decode(engine: Engine) -> None:
     generated = await collect(engine.decode(PROMPT, greedy(1)))
     held = await engine.prefill(PROMPT, greedy(2))
@@ -62,6 +63,7 @@ async def test_emitted_tokens_are_continued_and_not_yielded_again(engine: Engine
     assert rest.ids == whole.ids[4:]
 
 
+@pytest.mark.usefixtures("seeded")
 async def test_sampling_continues_alike_behind_emitted_tokens(engine: Engine) -> None:
     whole = await collect(engine.decode(PROMPT, SAMPLED))
     rest = await collect(engine.decode(replace(PROMPT, emitted=whole.ids[:5]), SAMPLED))
@@ -82,6 +84,7 @@ async def test_a_stop_token_is_the_last_id(engine: Engine) -> None:
     assert stopped.finished.reason is FinishReason.STOP_TOKEN
 
 
+@pytest.mark.usefixtures("prefilling")
 async def test_a_first_token_that_ends_the_request_holds_no_blocks(engine: Engine) -> None:
     held = await engine.prefill(PROMPT, greedy(1))
     assert held.finish_reason is FinishReason.LENGTH
@@ -89,6 +92,7 @@ async def test_a_first_token_that_ends_the_request_holds_no_blocks(engine: Engin
     assert engine.load().blocks_held == 0
 
 
+@pytest.mark.usefixtures("seeded")
 async def test_the_same_seed_gives_the_same_tokens_whatever_the_batch(engine: Engine) -> None:
     alone = await collect(engine.decode(PROMPT, SAMPLED))
     others = [Prompt((9, 8, index)) for index in range(4)]
@@ -96,6 +100,7 @@ async def test_the_same_seed_gives_the_same_tokens_whatever_the_batch(engine: En
     assert crowd[0].ids == alone.ids
 
 
+@pytest.mark.usefixtures("seeded")
 async def test_different_seeds_give_different_tokens(engine: Engine) -> None:
     first = await collect(engine.decode(PROMPT, SAMPLED))
     second = await collect(engine.decode(PROMPT, replace(SAMPLED, seed=8)))
@@ -131,13 +136,25 @@ async def test_a_generation_ends_where_the_context_does(engine: Engine) -> None:
 @pytest.mark.parametrize("length", [0, 256, 1000])
 async def test_a_prompt_that_can_never_fit_is_refused_by_name(engine: Engine, length: int) -> None:
     with pytest.raises(InvalidRequest) as refused:
+        await collect(engine.decode(Prompt((5,) * length), greedy(2)))
+    assert refused.value.violations[0].field == "prompt"
+
+
+@pytest.mark.usefixtures("prefilling")
+@pytest.mark.parametrize("length", [0, 256, 1000])
+async def test_a_prefill_that_can_never_fit_is_refused_by_name(engine: Engine, length: int) -> None:
+    with pytest.raises(InvalidRequest) as refused:
         await engine.prefill(Prompt((5,) * length), greedy(2))
     assert refused.value.violations[0].field == "prompt"
-    with pytest.raises(InvalidRequest):
-        await collect(engine.decode(Prompt((5,) * length), greedy(2)))
 
 
 async def test_ids_outside_the_vocabulary_are_refused(engine: Engine) -> None:
+    with pytest.raises(InvalidRequest, match="prompt"):
+        await collect(engine.decode(Prompt((engine.facts.vocab_size,)), greedy(2)))
+
+
+@pytest.mark.usefixtures("prefilling")
+async def test_a_prefill_of_ids_outside_the_vocabulary_is_refused(engine: Engine) -> None:
     with pytest.raises(InvalidRequest, match="prompt"):
         await engine.prefill(Prompt((engine.facts.vocab_size,)), greedy(2))
 

@@ -102,6 +102,7 @@ async def test_penalties_make_tokens_come_less_often(engine: Engine, decoder: En
 
 @pytest.mark.usefixtures("choosing")
 async def test_a_stop_token_does_not_come_before_min_tokens(engine: Engine) -> None:
+    needs(engine, "min_tokens")
     free = await ids(engine, greedy(24))
     stopped = await ids(engine, replace(greedy(24), min_tokens=12, stop_token_ids=frozenset(free[:2])))
     assert len(stopped) >= 12

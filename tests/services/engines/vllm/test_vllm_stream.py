@@ -10,9 +10,9 @@ from support.eventually import eventually
 
 from baton.errors import EngineFailed
 from services.engines.answer import Finished, FinishReason, Tokens
+from services.engines.external.stream import RunningStream
 from services.engines.vllm.requests.generation import VllmGeneration, VllmRequest
 from services.engines.vllm.requests.plan import Plan
-from services.engines.vllm.requests.stream import RunningStream
 
 END = Finished(FinishReason.LENGTH, 3)
 

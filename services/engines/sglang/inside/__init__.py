@@ -1,0 +1,5 @@
+"""The part of the adapter that runs inside SGLang's own processes.
+
+processes.py      their start; one that fails ends alone
+scheduler.py      a decode engine that computes prompts too, and rooms that end early
+"""
