@@ -135,7 +135,7 @@ class FullCollections:
         return True
 
     def _is_idle(self) -> bool:
-        """Whether the process has computed next to nothing since the last look."""
+        """True if the process has computed next to nothing since the last look."""
         before, self._computed = self._computed, self._cpu()
         return self._computed - before < _IDLE_SHARE * (self._clock() - self._looked_at)
 

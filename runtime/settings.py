@@ -113,7 +113,7 @@ def _groups(model: type[BaseModel], key: str, sentence: str, instance: object) -
 
 def _kinds(model: type[BaseModel]) -> list[type[BaseModel]]:
     """The model; of one that a `kind` chooses, as the engine's, all that can be chosen."""
-    chosen = [each for each in model.__subclasses__() if "kind" in model.model_fields]
+    chosen = [kind for each in model.__subclasses__() if "kind" in model.model_fields for kind in _kinds(each)]
     return sorted(chosen, key=_name) or [model]
 
 

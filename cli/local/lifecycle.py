@@ -117,12 +117,14 @@ class _Processes:
     """Processes held by pidfd, which never refers to a later process of the same id."""
 
     def __init__(self, descriptors: list[int]) -> None:
-        self._descriptors = descriptors
+        self._count = len(descriptors)
+        self._ended = select.poll()  # select() takes no descriptors from 1,024 on
+        for descriptor in descriptors:
+            self._ended.register(descriptor, select.POLLIN)
 
     def any_alive(self) -> bool:
         """True if any of them is still alive."""
-        ended, _, _ = select.select(self._descriptors, [], [], 0)
-        return len(ended) < len(self._descriptors)
+        return len(self._ended.poll(0)) < self._count
 
 
 @contextlib.contextmanager

@@ -248,5 +248,5 @@ def test_every_metric_has_a_panel() -> None:
     text = " ".join(query.expression for query in queries())
     rows = re.findall(r"^\| `(baton_\w+)`", PAGE, re.M)
     # Of engines that only their own environments have, and of ranks, of which this cluster has none.
-    elsewhere = ("baton_trtllm_", "baton_vllm_", "baton_rank_")
+    elsewhere = ("baton_trtllm_", "baton_vllm_", "baton_sglang_", "baton_rank_")
     assert [name for name in rows if name not in text and not name.startswith(elsewhere)] == []

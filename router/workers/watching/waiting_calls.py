@@ -43,7 +43,7 @@ class Waiting:
         return 0
 
     def goes_on(self) -> bool:
-        """Whether the answer has begun, and has tokens that it had not when it was last looked at."""
+        """True if the answer has begun, and has tokens that it had not when it was last looked at."""
         return not self.awaits_answer and 0 <= self.seen_tokens < self.num_tokens()
 
     def another_can(self, worker: WorkerRecord) -> bool:
@@ -121,7 +121,7 @@ class WaitingCalls:
             call.interrupt(Unavailable(f"no response for {silent_seconds:.1f} s"))
 
     def go_on(self) -> bool:
-        """Whether an answer has tokens that it had not when it was last looked at: the worker does not hang."""
+        """True if an answer has tokens that it had not when it was last looked at: the worker does not hang."""
         return any(call.waiting is not None and call.waiting.goes_on() for call in self._calls)
 
     def interrupt_unanswered(self) -> None:

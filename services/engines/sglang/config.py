@@ -10,7 +10,7 @@ from typing import Literal
 from pydantic import Field
 
 from runtime.config import Section
-from services.engines.context import EngineConfig
+from services.engines.context import ExternalEngineConfig
 
 
 class SglangArguments(Section):
@@ -66,7 +66,7 @@ class RoomSettings(Section):
     ucx_tls: str = Field(default="", description="UCX_TLS, such as cma,sm,tcp,self; empty leaves UCX's choice.")
 
 
-class SglangConfig(EngineConfig):
+class SglangConfig(ExternalEngineConfig):
     """Options of the SGLang engine.
 
     Its own arguments come from three places, the later the stronger: `args`, the YAML file `extra_engine_args`, and the
@@ -83,21 +83,11 @@ class SglangConfig(EngineConfig):
     whole_requests: bool = Field(
         default=False, description="A decode worker that accepts no handoffs, by choice, and has a prefix cache."
     )
-    max_waiting: int = Field(default=256, ge=1, description="Requests that may wait beyond a full batch.")
     max_logprobs: int = Field(default=20, ge=0, le=128, description="Alternatives that a request may ask for.")
     metrics: bool = Field(default=True, description="Whether SGLang's own metrics are kept and shown.")
     start_seconds: float = Field(default=900.0, gt=0, description="The longest time that loading may take.")
     abort_seconds: float = Field(
         default=10.0, gt=0, description="How long SGLang may take to free an aborted request's blocks."
-    )
-    slow_reader_seconds: float = Field(
-        default=30.0, gt=0, description="An answer that is not read for this long is aborted."
-    )
-    canary_seconds: float | None = Field(
-        default=5.0,
-        gt=0,
-        description="A hung engine is NOT_SERVING within this time: it is asked for a token after half of it without "
-        "progress, and recovers if it answers after all; null never asks.",
     )
     canary_patience_seconds: float = Field(
         default=30.0, gt=0, description="The engine has failed if that token does not come within this time."

@@ -16,13 +16,16 @@ _OPTIONS: Mapping[str, float] = {
 }
 # It takes temperatures below this as greedy.
 _LOWEST_TEMPERATURE = 1e-6
-# Without its own tokenizer it has no min_new_tokens; min_p together with a seed ends its scheduler by an assertion.
-_LACKING = ("bad_words", "min_p", "min_tokens")
+# SGLang has more, but one of them ends its scheduler by an assertion if the request has a seed.
+_OTHERS = ("temperature", "top_k", "seed")
+_REFUSED = tuple(name for name in OPTIONS if name not in (*_OPTIONS, *_OTHERS))
+# Without its own tokenizer it has no min_new_tokens.
+_LACKING = ("bad_words", "min_tokens", *_REFUSED)
 
 
 def unsupported_options(args: SglangArguments) -> tuple[str, ...]:
     """Returns the fields of SamplingParams that requests may not use."""
-    return _LACKING if args.enable_deterministic_inference else tuple(sorted((*_LACKING, "seed")))
+    return tuple(sorted(_LACKING if args.enable_deterministic_inference else (*_LACKING, "seed")))
 
 
 def check_sampling(sampling: Sampling, unsupported: tuple[str, ...]) -> None:
@@ -33,8 +36,9 @@ def check_sampling(sampling: Sampling, unsupported: tuple[str, ...]) -> None:
         raise Unsupported("guided: the sglang engine follows no grammars")
     if sampling.prompt_logprobs is not None:
         raise Unsupported("prompt_logprobs: the sglang engine does not report them")
-    if sampling.min_p:
-        raise Unsupported("sampling.params.min_p: the sglang engine refuses it: with a seed it ends SGLang's scheduler")
+    for name in _REFUSED:
+        if getattr(sampling, name) != (OPTIONS[name].row.neutral or 0.0):
+            raise Unsupported(f"sampling.params.{name}: the sglang engine does not have it")
     if sampling.min_tokens:
         raise Unsupported("stopping.min_tokens: SGLang needs its own tokenizer for it, which is not loaded")
     if "seed" in unsupported and sampling.seed is not None and sampling.temperature > 0:

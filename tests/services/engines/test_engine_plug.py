@@ -60,8 +60,8 @@ async def test_an_engine_from_outside_serves_a_whole_request() -> None:
     ("override", "message"),
     [
         (
-            "engine={kind: sglang}",
-            "engine: unknown engine 'sglang'; expected one of broken, diffusers, echo, pytorch, simulated",
+            "engine={kind: dynamo}",
+            "engine: unknown engine 'dynamo'; expected one of broken, diffusers, echo, pytorch, sglang",
         ),
         ("engine={kind: broken}", "engine: engine 'broken' cannot be loaded: No module named 'no'"),
         ("engine={kind: wrong}", "engine: engine 'wrong': echo_engine:EchoEngine is not an EngineKind"),

@@ -102,8 +102,9 @@ def test_a_worker_that_gives_no_sign_of_life_is_killed_and_started_again(tmp_pat
 
 
 def test_a_stopped_worker_dies_before_another_one_starts(tmp_path: Path) -> None:
-    with _keeper(tmp_path, "watch:0.5+beat:600", "exit:0") as run:
+    with _keeper(tmp_path, "watch:0.5+beat:1+started+beat:600", "exit:0") as run:
         first = run.pid(0)
+        run.until(lambda notes: "started again" in notes)  # before it is watched it may take long to start
         os.kill(first, signal.SIGSTOP)
         assert run.ended() == 0
         assert "1 started by hang" in run.notes

@@ -167,6 +167,10 @@ class IdsRunner:
             self._compute()
         return InflightStep(chunks, partial(self._outcomes, chunks, chosen), self._random.random() < 0.8)
 
+    def prepare_more(self) -> bool:
+        """Nothing is left to prepare."""
+        return False
+
     def _outcomes(self, chunks: Sequence[Chunk], chosen: list[Chosen | None]) -> list[Chosen | None]:
         self._compute()
         for chunk in chunks:
@@ -202,7 +206,7 @@ class Keeper:
         """For the next process."""
         pool, seals, journal = (os.dup(file) for file in self._files)
         is_found, self._is_new = not self._is_new, False
-        return KeptPool(pool, seals, journal, is_found)
+        return KeptPool(pool, seals, journal, self.shape.num_blocks, is_found)
 
     def damage(self, block: int) -> None:
         """Changes a token's KV in a block, if its seal can tell: what has none is its process's own until its end."""
