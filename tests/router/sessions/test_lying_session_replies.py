@@ -1,4 +1,4 @@
-"""What workers say of sessions and cannot be right reaches no client as an error."""
+"""Impossible reports of workers about sessions reach no client as an error."""
 
 from support.cluster.in_process import bench, simulated
 from support.servers.tampering import tampered

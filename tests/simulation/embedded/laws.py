@@ -1,4 +1,4 @@
-"""What must hold of an embedded engine, whatever happens to it."""
+"""The laws of an embedded engine, which hold whatever happens to it."""
 
 from collections.abc import Sequence
 from typing import Any
