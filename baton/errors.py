@@ -137,7 +137,7 @@ class LoraMismatch(LayoutMismatch):
 
 
 class StaleEpoch(BatonError):
-    """The handoff is from before its owner's process restarted: run the prompt again."""
+    """A call for an earlier process of a worker; if for a handoff that it gave, run the prompt again."""
 
     reason = "STALE_EPOCH"
 

@@ -4,7 +4,7 @@ from contextlib import suppress
 from typing import Any
 
 from baton.engine.v1 import decode_pb2
-from baton.errors import BatonError, Draining, InvalidReply, LoraNotHere, NoWorker, Unavailable
+from baton.errors import BatonError, Draining, InvalidReply, LoraNotHere, NoWorker, StaleEpoch, StreamLost, Unavailable
 from discovery.record import TAKES_OVER
 from router.decoding.state import ExecutionState
 from router.resume.attaching import first_of
@@ -33,8 +33,10 @@ async def reattach(state: ExecutionState, lost: WorkerHandle, error: BatonError)
     state.reattached_after = lost.record.process, emitted
     takes_over = TAKES_OVER in lost.record.capabilities
     try:
-        worker = await (_next_process(state, lost) if takes_over else _same_process(state, lost))
-        adopted = await _attach(state, worker, emitted)
+        if takes_over:
+            adopted = await _attach_to_kept(state, lost, emitted)
+        else:
+            adopted = await _attach(state, await _same_process(state, lost), emitted)
     except (TimeoutError, BatonError):
         if takes_over:
             metrics.REATTACHMENTS.labels("lost").inc()
@@ -43,17 +45,37 @@ async def reattach(state: ExecutionState, lost: WorkerHandle, error: BatonError)
     return adopted
 
 
+async def _attach_to_kept(state: ExecutionState, lost: WorkerHandle, emitted: int) -> AdoptedDecode:
+    """Attaches in the process of `_next_process`.
+
+    What seems to be the lost process may be the next one, not yet registered: its connection is closed once it is.
+    """
+    worker = await _next_process(state, lost)
+    try:
+        return await _attach(state, worker, emitted)
+    except StreamLost as error:
+        if not isinstance(error.__cause__, StaleEpoch):
+            raise
+        async with timeout(_patience_seconds(state, lost)):
+            worker = await state.placer.await_next_process(lost.record)
+        return await _attach(state, worker, emitted)
+
+
+def _patience_seconds(state: ExecutionState, lost: WorkerHandle) -> float:
+    seconds = state.retries.reattach_seconds
+    if seconds and not _others_can(state, lost):
+        seconds = max(seconds, state.retries.wait_seconds)
+    return min(seconds, state.ctx.deadline.remaining_seconds)
+
+
 async def _next_process(state: ExecutionState, lost: WorkerHandle) -> WorkerHandle:
     """The next process of a worker that keeps its KV, or the same one, if its connection alone was lost.
 
     Raises TimeoutError if neither is ready in time.
     """
-    seconds = state.retries.reattach_seconds
-    if seconds and not _others_can(state, lost):
-        seconds = max(seconds, state.retries.wait_seconds)
     lost_at, is_heard = monotonic(), False
     try:
-        async with timeout(min(seconds, state.ctx.deadline.remaining_seconds)):
+        async with timeout(_patience_seconds(state, lost)):
             while True:
                 with suppress(TimeoutError):
                     async with timeout(_REGISTERED_SECONDS):
@@ -96,6 +118,7 @@ async def _attach(state: ExecutionState, worker: WorkerHandle, emitted: int) -> 
         owner_sha256=owner_of(state.ctx),
         from_tokens=emitted,
         attachment=state.calls.reader,
+        epoch=worker.record.epoch,
     )
     call: Any = worker.decode.Attach(asked, timeout=state.ctx.deadline.remaining_seconds)
     is_attached = False

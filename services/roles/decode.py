@@ -91,6 +91,8 @@ class DecodeServicer(decode_pb2_grpc.DecodeServiceServicer):
                     await reply.write(response(self._identity.worker_id, event))
 
     async def Attach(self, request: decode_pb2.AttachRequest, context: Any) -> None:  # type: ignore[override]
+        if request.epoch:
+            self._identity.require_epoch(request.epoch)
         stream = self._kept.authorized(request)
         message = attached(stream, request)
         reply: TokenReply = context.reply()

@@ -1,11 +1,14 @@
 """An answer whose worker is well, and whose connection to the router was lost: it goes on where it runs."""
 
 import asyncio
+import os
+import signal
 from collections.abc import AsyncIterator
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
 
+import psutil
 import pytest
 from support.clients.resuming import Received
 from support.cluster.in_process import PATIENT, Bench, bench, simulated
@@ -139,3 +142,37 @@ async def test_a_kept_answer_of_a_worker_with_kept_memory_goes_on_there_in_the_s
             assert received.finished.migrations == 0
             assert _attached() == before + 1
             assert "worker was started again" not in worker.log.read_text()
+
+
+@pytest.mark.timeout(120)
+async def test_a_kept_answer_is_attached_to_once_if_the_next_process_serves_before_it_is_registered(
+    tmp_path: Path,
+) -> None:
+    """It listens where the lost one did: attached to by the lost one's record, the connection would soon be closed."""
+    request = kept_request(stopping={"max_tokens": 600, "ignore_eos": True})
+    request.response.keep.seconds = 60
+    registry = MemoryRegistry("test")
+    async with (
+        _worker_with_kept_memory(tmp_path) as worker,
+        FileRegistry(tmp_path / "registry", "test", 10.0) as own,
+        host_router(_WAITING, registry) as router,
+        open_channel(router.address) as channel,
+        aclosing(own.watch()) as views,
+    ):
+        [record] = await anext(view async for view in views if view)
+        async with registry.register(record):
+            await eventually(lambda: [one.problem for one in router.cluster.workers] == [""])
+            stub = InferenceServiceStub(channel)
+            expected = await read(stub.Generate(request, timeout=PATIENCE_SECONDS), Received(request))
+            before, received = _attached(), Received(request)
+            reading = asyncio.create_task(read(stub.Generate(request, timeout=PATIENCE_SECONDS), received))
+            await eventually(lambda: received.tokens >= 20)
+            [lost] = router.cluster.workers
+            os.kill(psutil.Process(worker.popen.pid).children()[0].pid, signal.SIGKILL)
+            [after] = await anext(view async for view in views if view and view[0].epoch > record.epoch)
+            await eventually(lambda: not lost.problem and lost.health.silent_seconds < 1)
+            await asyncio.sleep(1.5)  # more than the router waits for a registration
+            async with registry.register(after):
+                await reading
+                assert received.whole == expected.whole
+                assert _attached() == before + 1

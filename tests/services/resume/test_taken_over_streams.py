@@ -40,6 +40,8 @@ async def test_a_kept_decode_is_attached_to_in_the_next_process(worker: KeptWork
         for wrong in ({"secret": b"t" * 16}, {"owner_sha256": sha256(b"another").digest()}):
             with pytest.raises(StreamLost):
                 await attach(calls, "plain", **wrong)
+        with pytest.raises(StaleEpoch):
+            await attach(calls, "plain", epoch=1)  # the reader means another process, whose connection will be closed
         with pytest.raises(PositionInvalid, match="log probabilities"):
             await attach(calls, "logged", from_tokens=BEGUN)
         attached, ids, finished = await attach(calls, "plain", attempt=4, from_tokens=BEGUN)

@@ -26,6 +26,8 @@ from services.transports.registry import open_transports
 
 pytestmark = needs_nixl
 
+_UCX_ABORTED = "Fatal: unexpected error: Endpoint timeout"
+
 
 async def test_an_owner_that_was_killed_fails_the_pull_at_once(ours: SharedPool) -> None:
     async with owner_process() as owner, open_transports(("nixl",)) as [transport]:
@@ -76,13 +78,19 @@ async def test_a_pool_that_ucx_could_read_by_messages_only_is_unavailable(only_m
             await transport.open(owner.endpoint, PoolShape(BLOCKS, BLOCK_BYTES))
 
 
+@pytest.mark.timeout(600)
 def test_reads_that_were_given_up_while_they_were_pending() -> None:
     """In a separate process: UCX's emulation of reads, which workers switch off, has corrupted processes
-    that used it.
+    that used it, and at times aborts an owner's whose reader has gone. Such a run proves nothing, and is repeated.
     """
     tests = Path(__file__).with_name("nixl_pending.py")
-    ran = subprocess.run([sys.executable, "-m", "pytest", "-n0", tests], capture_output=True, text=True, timeout=280)
-    assert ran.returncode == 0, ran.stdout + ran.stderr
+    command = [sys.executable, "-m", "pytest", "-n0", tests]
+    for _ in range(3):
+        ran = subprocess.run(command, capture_output=True, text=True, timeout=180)
+        output = ran.stdout + ran.stderr
+        if ran.returncode == 0 or _UCX_ABORTED not in output:
+            break
+    assert ran.returncode == 0, output
 
 
 def _listening_addresses() -> set[str]:
