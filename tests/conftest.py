@@ -46,6 +46,14 @@ def pytest_collection_finish() -> None:
     exempt_living_objects()
 
 
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Shows the tables of the faults that were survived, too: the losses, the outcomes and the seconds of each."""
+    for report in terminalreporter.getreports("passed"):
+        if report.nodeid.startswith("tests/faults/") and report.capstdout:
+            terminalreporter.write_sep("_", report.head_line)
+            terminalreporter.write_line(report.capstdout)
+
+
 @pytest.fixture(scope="module", autouse=True)
 def exempt_from_collection() -> None:
     """The same for what earlier modules of tests left behind: libraries loaded late, processes' results, caches."""
