@@ -25,7 +25,7 @@ UP := $(if $(MODE),--mode $(MODE)) $(if $(ENCODE),--encode $(ENCODE)) $(if $(PRE
 
 # What `make test` runs: `make test TESTS="tests/devtools -k doctor"`.
 TESTS ?= tests
-# As many processes at once as fit this machine: one more than it has cores, if there is memory for them.
+# As many processes at once as fit this machine: half as many again as it has cores, and one, if there is memory for them.
 JOBS ?= auto
 AT_ONCE = -n $(JOBS) --dist worksteal
 # Which implementation of gRPC's server they run on: grpcio or http2; empty is the default.
@@ -33,7 +33,10 @@ SERVER ?=
 
 # What of the tests `make test` leaves out, unless ALL=1 or TESTS= asks for it: the last -m counts.
 ALL ?=
-MARKS := $(if $(ALL)$(filter-out tests,$(TESTS)),,-m 'not slow and not requires_sglang and not requires_trtllm and not requires_vllm')
+NOT_SLOW := -m 'not slow and not requires_sglang and not requires_trtllm and not requires_vllm'
+MARKS := $(if $(ALL)$(filter-out tests,$(TESTS)),,$(NOT_SLOW))
+# A sample of the faults runs among the other tests: it waits for most of its time.
+SAMPLED_FAULTS := $(if $(MARKS),yes)
 
 # Which programs of examples/ `make clients` builds and tests.
 CLIENTS ?= python node go java cpp openai-clients
@@ -144,12 +147,14 @@ logs: $(STUBS) ## Follow the logs of `make up`
 doctor: $(STUBS) ## Diagnose this installation
 	@$(BIN)/baton doctor
 
+# Even where an image says that Python is to write none: the tests start thousands of processes, and each would compile all again.
+test faults: export PYTHONDONTWRITEBYTECODE :=
+
 test: $(STUBS) ## Run the tests (TESTS= selects, ALL=1 adds slow ones, JOBS= sets how many run at once, SERVER=grpcio uses grpcio's server)
-	@BATON_TEST_SERVER=$(SERVER) $(BIN)/python -m pytest $(AT_ONCE) $(STUCK) $(RERUNS) $(MARKS) $(TESTS) $(if $(filter tests,$(TESTS)),--ignore tests/faults --ignore tests/containers)
-	@$(if $(ALL),,$(if $(filter tests,$(TESTS)),$(MAKE) --no-print-directory faults SAMPLE=1))
+	@BATON_TEST_SERVER=$(SERVER) $(if $(SAMPLED_FAULTS),BATON_FAULTS=sample) $(BIN)/python -m pytest $(AT_ONCE) $(STUCK) $(RERUNS) $(MARKS) $(TESTS) $(if $(filter tests,$(TESTS)),--ignore tests/containers $(if $(SAMPLED_FAULTS),,--ignore tests/faults))
 
 faults: $(STUBS) ## Inject faults at every step of requests (SAMPLE=1: a few minutes of it)
-	@BATON_FAULTS=$(if $(SAMPLE),sample,full) $(BIN)/python -m pytest $(if $(SAMPLE),$(AT_ONCE) -rP -m 'not slow and not requires_sglang and not requires_trtllm and not requires_vllm',-s -n 0) tests/faults
+	@BATON_FAULTS=$(if $(SAMPLE),sample,full) $(BIN)/python -m pytest $(if $(SAMPLE),$(AT_ONCE) $(NOT_SLOW),-s -n 0) tests/faults
 
 gpu: $(STUBS) ## On a machine with an NVIDIA GPU: the suites that compute run on it, then the benchmarks
 	@BATON_TEST_DEVICE=cuda BATON_FAULTS=full $(BIN)/python -m pytest -n 0 $(STUCK) $(ON_A_GPU)

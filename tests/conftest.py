@@ -15,8 +15,10 @@ choose_server()
 share_the_machine()
 
 
-# What takes longest: it begins first, or one process would end with it while the others have nothing left.
+# What takes longest begins first, or one process would end with it while the others have nothing left. The faults lead:
+# they wait for most of their time, and the process that has them leaves the processor to the others.
 LONGEST = (
+    "tests/faults/",
     "tests/simulation/test_",
     "tests/services/sleeping/test_sleepers_kept_decodes.py",
     "tests/services/engines/diffusers/test_drawing_ranks.py",
@@ -25,9 +27,6 @@ LONGEST = (
     "tests/services/engines/pytorch/test_device_faults.py",
     "tests/e2e/",
     "tests/examples/",
-    "tests/faults/test_matrix.py",
-    "tests/faults/test_lost_routers.py",
-    "tests/faults/test_moves.py",
 )
 
 
@@ -38,12 +37,20 @@ def pytest_xdist_auto_num_workers() -> int:
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Tests stay in the order of their files beside that, for the fixtures that those share."""
-    items.sort(key=lambda item: not item.nodeid.startswith(LONGEST))
+    items.sort(key=lambda item: [not item.nodeid.startswith(prefix) for prefix in LONGEST])
 
 
 def pytest_collection_finish() -> None:
     """What the imports left behind is not looked at by each full garbage collection: seconds on a busy machine."""
     exempt_living_objects()
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Shows the tables of the faults that were survived, too: the losses, the outcomes and the seconds of each."""
+    for report in terminalreporter.getreports("passed"):
+        if report.nodeid.startswith("tests/faults/") and report.capstdout:
+            terminalreporter.write_sep("_", report.head_line)
+            terminalreporter.write_line(report.capstdout)
 
 
 @pytest.fixture(scope="module", autouse=True)

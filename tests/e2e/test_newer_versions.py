@@ -1,7 +1,7 @@
 """Workers, a router and a client of newer versions beside a router and a worker in processes of their own."""
 
 from collections.abc import AsyncIterator, Iterator
-from contextlib import AsyncExitStack, ExitStack, aclosing, asynccontextmanager
+from contextlib import AsyncExitStack, ExitStack, aclosing, asynccontextmanager, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -139,9 +139,12 @@ class NewerRouter(peer_pb2_grpc.PeerServiceServicer):
         return peer_pb2.FindRecordsResponse(records=[record])
 
 
-@pytest.fixture
-def processes(tmp_path: Path) -> Iterator[tuple[Process, Process, Path]]:
-    """A router and a worker, and the folder by which they find each other."""
+Processes = tuple[Process, Process, Path]
+"""A router, a worker, and the folder by which they find each other."""
+
+
+@contextmanager
+def started(tmp_path: Path) -> Iterator[Processes]:
     folder = tmp_path / "registry"
     shared = [f"registry={{kind: file, folder: {folder}, poll_seconds: 0.05}}", "namespace=test", "drain_seconds=0"]
     with ExitStack() as stack:
@@ -155,8 +158,8 @@ def processes(tmp_path: Path) -> Iterator[tuple[Process, Process, Path]]:
         yield router, old, folder
 
 
-@pytest.fixture
-async def outside(processes: tuple[Process, Process, Path]) -> AsyncIterator[Outside]:
+@asynccontextmanager
+async def connected(processes: Processes) -> AsyncIterator[Outside]:
     router, _, folder = processes
     async with FileRegistry(folder, "test", poll_seconds=0.05) as registry, open_channel(router.address) as channel:
         stub = inference_service_pb2_grpc.InferenceServiceStub(channel)
@@ -164,6 +167,20 @@ async def outside(processes: tuple[Process, Process, Path]) -> AsyncIterator[Out
         await running.ready(1)
         yield running
         running.require_sound()
+
+
+@pytest.fixture(scope="module")
+def called(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Processes]:
+    """Processes to which no other worker or router comes: the tests share them."""
+    with started(tmp_path_factory.mktemp("called")) as processes:
+        yield processes
+
+
+@pytest.fixture
+async def outside(tmp_path: Path) -> AsyncIterator[Outside]:
+    with started(tmp_path) as processes:
+        async with connected(processes) as running:
+            yield running
 
 
 @asynccontextmanager
@@ -229,10 +246,8 @@ async def first_router(registry: Registry) -> WorkerRecord:
 
 
 @pytest.mark.parametrize("file", STUBS, ids=[file.DESCRIPTOR.name.rpartition("/")[2] for file in STUBS])
-async def test_a_request_of_a_newer_caller_is_answered_or_refused_by_name(
-    outside: Outside, processes: tuple[Process, Process, Path], file: Any
-) -> None:
-    router, old, _ = processes
+async def test_a_request_of_a_newer_caller_is_answered_or_refused_by_name(called: Processes, file: Any) -> None:
+    router, old, _ = called
     is_worker = file in (decode_pb2, encode_pb2, handoff_pb2, prefill_pb2, worker_pb2)
     refused: list[tuple[str, list[str], str]] = []
     async with open_channel((old if is_worker else router).address) as channel:
@@ -255,4 +270,5 @@ async def test_a_request_of_a_newer_caller_is_answered_or_refused_by_name(
     assert not [each for each in refused if each[2] == "INTERNAL_ERROR"]
     assert old.popen.poll() is None
     assert "Traceback" not in old.log.read_text()
-    assert (await outside.answer()).usage.completion_tokens == 4
+    async with connected(called) as outside:
+        assert (await outside.answer()).usage.completion_tokens == 4

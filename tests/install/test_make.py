@@ -49,6 +49,14 @@ def test_what_is_slow_runs_only_where_it_is_asked_for() -> None:
         assert "not slow" not in make("--dry-run", *words)
 
 
+def test_a_sample_of_faults_runs_among_the_tests() -> None:
+    shown = make("--dry-run", "test")
+    assert "BATON_FAULTS=sample" in shown
+    assert "--ignore tests/faults" not in shown
+    assert "--ignore tests/faults" in make("--dry-run", "test", "ALL=1")
+    assert "BATON_FAULTS" not in make("--dry-run", "test", "TESTS=tests/rpc")
+
+
 def test_a_sample_of_faults_leaves_out_what_is_slow() -> None:
     assert "BATON_FAULTS=sample" in (sample := make("--dry-run", "faults", "SAMPLE=1"))
     assert "-m 'not slow" in sample
