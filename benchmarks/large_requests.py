@@ -87,6 +87,10 @@ def _turns(path: str, field: str, count: int) -> tuple[str, bytes]:
     return path, json.dumps({field: [{"role": "user", "content": "x"}] * count, most: 1}).encode()
 
 
+def _option(name: bytes, value: bytes) -> tuple[str, bytes]:
+    return "/v1/chat/completions", b'{"messages":[{"role":"user","content":"x"}],"' + name + b'":' + value + b"}"
+
+
 def _large_tool() -> dict[str, object]:
     return {"name": "f", "input_schema": {"type": "object", "properties": {f"p{at}": {} for at in range(30_000)}}}
 
@@ -156,6 +160,12 @@ PAYLOADS: Mapping[str, Callable[[], tuple[str, bytes]]] = {
     "HTTP too many turns": lambda: _turns("/v1/chat/completions", "messages", 9000),
     "HTTP items": lambda: _turns("/v1/responses", "input", 4000),
     "HTTP schema of many values": lambda: _anthropic([_BLOCK], tools=[_large_tool()]),
+    "HTTP picture": lambda: ("/v1/images/generations", b'{"prompt":"' + rb"\n\"" * (15 * MIB // 4) + b'"}'),
+    "HTTP message": lambda: ("/v1/messages", b'{"max_tokens":1,"system":"' + rb"\n\"" * (15 * MIB // 4) + b'"}'),
+    "HTTP options of vLLM": lambda: _option(b"allowed_token_ids", b"[" + b"1," * (7 * MIB) + b"1]"),
+    "HTTP biases": lambda: _option(b"logit_bias", b"{" + b",".join(b'"%d":1' % at for at in range(MIB)) + b"}"),
+    "HTTP bad words": lambda: _option(b"bad_words", b"[" + b'"a",' * (3 * MIB) + b'"a"]'),
+    "HTTP variables": lambda: _option(b"chat_template_kwargs", b'{"a":"' + b"b" * (15 * MIB) + b'"}'),
     "HTTP embeddings": lambda: ("/v1/embeddings", b'{"input":["' + b'","'.join([b"word " * 1500] * 2000) + b'"]}'),
 }
 

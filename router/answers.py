@@ -84,8 +84,7 @@ class SeveralAnswers:
         try:
             await self._is_computed.wait()
             await gather_or_cancel(
-                part.cancellation.run(self._run_another(part, prompt.for_answer(part, self.model), shared))
-                for part in parts
+                self._run_another(part, prompt.for_answer(part, self.model), shared) for part in parts
             )
         finally:
             for part in parts:
@@ -93,6 +92,9 @@ class SeveralAnswers:
             self._others_ended.set()
 
     async def _run_another(self, part: RequestContext, prompt: MultimodalPrompt, shared: "SharedReply") -> None:
+        await part.cancellation.run(self._admit_and_run(part, prompt, shared))
+
+    async def _admit_and_run(self, part: RequestContext, prompt: MultimodalPrompt, shared: "SharedReply") -> None:
         with stage_span("answer", {"baton.answer": part.answer}):
             async with self.admission.admit(part, replace(self.estimate, is_part=True)):
                 with prompt:

@@ -82,7 +82,7 @@ class ServerCall:
         if head.timeout_seconds is not None:
             self.deadline_at = monotonic() + head.timeout_seconds
             loop = asyncio.get_running_loop()
-            self._timer = loop.call_later(head.timeout_seconds, self._expire)
+            self._timer = loop.call_later(head.timeout_seconds, calls.turns.run, self._expire)
 
     # What the connection says.
 
@@ -113,7 +113,13 @@ class ServerCall:
         self._cancel()
 
     def leave(self) -> None:
-        """The stream is over without us."""
+        """The stream is over without us. What runs ends now, or in a later turn of the loop."""
+        if self._task is None:
+            self._leave()
+        else:
+            self._calls.turns.run(self._leave)
+
+    def _leave(self) -> None:
         if not self.is_over:
             self._record_end(StatusCode.CANCELLED, "", is_cancelled=True)
         self._cancel()

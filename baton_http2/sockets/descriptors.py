@@ -89,7 +89,8 @@ class OpenConnections:
         if descriptor < self.most and not is_full:
             return True
         self._warn()
-        if is_full or not self._closing:
+        # What was closed may have freed descriptors of the reserve alone, where something else holds many.
+        if is_full or not self._closing or descriptor >= self._never:
             self.close_idle()
         if not self._closing or descriptor >= self._never:
             return False

@@ -65,6 +65,11 @@ class ServedCall(CallContext):
         """True if it has a status, or its caller has gone."""
         return self._is_over
 
+    @property
+    def is_running(self) -> bool:
+        """True if its task has begun and not ended."""
+        return self._task is not None
+
     def start(self, method: Method | None) -> "asyncio.Task[None]":
         """Begins its task. Without a method it ends with UNIMPLEMENTED."""
         self._method = method

@@ -52,7 +52,7 @@ class RunningCalls:
         """Ends all calls with an error."""
         calls, self._calls = self._calls, {}
         for each in calls.values():
-            each.end(error)
+            self._turns.run(partial(each.end, error))
 
     def push(self, response: pb.MultiplexResponse) -> None:
         """Gives the calls what has come for them. Raises InvalidReply for tokens without a call."""

@@ -98,7 +98,7 @@ class _Stream:
             reading.cancel()
             writing.cancel()
             for call in tuple(self._calls.values()):
-                call.leave()
+                self._leave(call)
             await wait_until_done(reading, writing, *self._tasks)
             self.queue.close()
 
@@ -112,7 +112,7 @@ class _Stream:
                 self._start(start)
             for number in request.cancelled:
                 if (call := self._calls.get(number)) is not None:
-                    call.leave()
+                    self._leave(call)
             for number in request.paused:
                 if (call := self._calls.get(number)) is not None:
                     call.pause(is_paused=True)
@@ -138,6 +138,14 @@ class _Stream:
         task = variables.run(call.start, method)
         self._tasks.add(task)
         task.add_done_callback(self._record_end)
+
+    def _leave(self, call: ServedCall) -> None:
+        """Ends a call for its caller, who has gone: now, or in a later turn of the loop if it runs."""
+        if call.is_running:
+            self.forget(call.number)  # Others may have its place.
+            self._turns.run(call.leave)
+        else:
+            call.leave()
 
     def _record_end(self, task: "asyncio.Task[None]") -> None:
         self._tasks.discard(task)

@@ -8,6 +8,7 @@ from collections.abc import AsyncGenerator, Generator
 from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import structlog
 
@@ -25,7 +26,7 @@ from runtime.network import split_address
 
 try:
     import uvicorn
-    from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+    from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 except ImportError as error:
     raise ConfigError("openai.listen: needs the extra `openai`: pip install 'baton-serving[openai]'") from error
 
@@ -43,8 +44,10 @@ _MOST_PIPELINED = 16
 _MOST_CHUNKS = 2048
 # What a client has taken at least when writing goes on: it pauses at 64 KiB, and resumes at 16.
 _RESUMED_BYTES = 48 * 1024
-# Tells a client that has closed the connection from one that waits for its answer, which skips it (RFC 9110, 15.2).
+# Tells a client that has closed the connection from one that waits for its answer, which skips it (RFC 9110, 15.2), and
+# within a stream of events, of which it is a comment.
 _STILL_THERE = b"HTTP/1.1 100 Continue\r\n\r\n"
+_STILL_THERE_CHUNK = b"2\r\n:\n\r\n"
 # Then a client that had closed the connection has answered this with a reset.
 _RESET_SECONDS = 0.2
 # Without the characters that end it in a URL.
@@ -84,6 +87,8 @@ class _BoundedHttp(HttpToolsProtocol):
     _resumed = 0
     # Its client has sent its last.
     _is_half_closed = False
+    # The request that is being answered; `cycle` is the last that came.
+    _answering: RequestResponseCycle | None = None
     _timer: asyncio.TimerHandle | None = None
     shared: SharedLimits
     turns: CallTurns  # in which calls end whose clients have gone
@@ -104,7 +109,17 @@ class _BoundedHttp(HttpToolsProtocol):
         self.shared.output.discard(self)
         if self._timer is not None:
             self._timer.cancel()
-        self.turns.run(partial(super().connection_lost, exc))
+        # At once: uvloop raises where a closed connection is written to.
+        for cycle in (self._answering, self.cycle):
+            if cycle is not None and not cycle.response_complete:
+                cycle.disconnected = True
+        self.turns.run(partial(self._end_calls, exc))
+
+    def _end_calls(self, exc: Exception | None) -> None:
+        if self._answering is not None:
+            # It may not be the last that came.
+            self._answering.message_event.set()
+        super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
         self._head_bytes += len(data)
@@ -116,28 +131,29 @@ class _BoundedHttp(HttpToolsProtocol):
             self.send_400_response("The request's headers are too large.")
 
     def eof_received(self) -> bool:  # type: ignore[override]  # of which the transport takes True
-        """Answers a request that is complete, if its client only sends no more: True keeps the connection for that.
+        """Answers requests that are complete, if their client only sends no more: True keeps the connection for that.
 
         One that has closed it sends the same, and is told apart by what it does with more bytes: it resets the
-        connection. Once the answer has begun, and to HTTP/1.0, there is nothing to send in between: such a client is
-        taken to have gone, as is one with TLS, which cannot close one direction alone.
+        connection. To HTTP/1.0 there is nothing to send in between: such a client is taken to have gone, as is one
+        with TLS, which cannot close one direction alone.
         """
+        cycle = self._answering
         is_secured = self.transport.get_extra_info("ssl_object") is not None
-        if not self._owes_answer or is_secured or not self._can_ask:
+        if cycle is None or not self._owes_answer or is_secured or cycle.scope["http_version"] == "1.0":
             return False
         self._is_half_closed = True
-        self.transport.write(_STILL_THERE)
+        if not cycle.response_started:
+            self.transport.write(_STILL_THERE)
+        elif cycle.chunked_encoding:
+            self.transport.write(_STILL_THERE_CHUNK)
         self.loop.call_later(_RESET_SECONDS, self._close_if_reset)
         return True
 
     @property
-    def _can_ask(self) -> bool:
-        return not self.cycle.response_started and self.scope["http_version"] != "1.0"
-
-    @property
     def _owes_answer(self) -> bool:
-        cycle = self.cycle
-        return cycle is not None and not cycle.response_complete and not cycle.more_body and not self.pipeline
+        """True if a request is not answered yet that has come as a whole."""
+        cycle = self._answering
+        return cycle is not None and not cycle.response_complete and not cycle.more_body
 
     def _close_if_reset(self) -> None:
         """Aborts a half-closed connection that was reset, which the event loop is not told: it reads it no more."""
@@ -174,8 +190,12 @@ class _BoundedHttp(HttpToolsProtocol):
     def on_response_complete(self) -> None:
         self._idle_since = self.loop.time()
         super().on_response_complete()
-        if self._is_half_closed:
+        if self._is_half_closed and not self._owes_answer:
             self.transport.close()
+
+    def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
+        self._answering = cycle
+        super()._start_asgi_task(cycle, app)
 
     def idle_since(self) -> float | None:
         """Since when no call has run on it, in the loop's time; None if one does."""

@@ -17,6 +17,7 @@ import structlog
 from prometheus_client import CollectorRegistry, make_wsgi_app
 
 from baton.errors import ConfigError
+from baton_http2.sockets.descriptors import limit
 from runtime.telemetry.metrics import REGISTRY
 from runtime.threads import start_thread
 
@@ -30,7 +31,8 @@ Report: TypeAlias = Mapping[str, object]
 
 _REPORT_SECONDS = 2.0
 _IDLE_SECONDS = 10.0  # for a TLS handshake, and for a request
-_MOST_CONNECTIONS = 64
+# At once, and of all descriptors: less than what connections of clients leave free.
+_MOST_CONNECTIONS, _LARGEST_PART = 64, 1 / 16
 
 
 class MonitorServer:
@@ -121,7 +123,8 @@ class _Server(ThreadingMixIn, WSGIServer):
     def process_request(self, request: Any, client_address: Any) -> None:
         with self._lock:
             self._connections[id(request)] = request
-            oldest = next(iter(self._connections.values())) if len(self._connections) > _MOST_CONNECTIONS else None
+            is_crowded = len(self._connections) > min(_MOST_CONNECTIONS, int(limit() * _LARGEST_PART))
+            oldest = next(iter(self._connections.values())) if is_crowded else None
             if oldest is not None:
                 del self._connections[id(oldest)]
         if oldest is not None:

@@ -77,5 +77,16 @@ def test_no_connection_is_taken_when_none_is_idle_and_none_from_the_reserve() ->
     assert not connections.has_capacity(limit() - 1)
 
 
+def test_descriptors_that_others_hold_keep_no_new_connection_out_while_some_are_idle() -> None:
+    connections = OpenConnections(256)
+    held = [Idle(float(number)) for number in range(8)]
+    for each in held:
+        connections.add(each)
+    for _ in held:
+        # Each time the connection that is closed frees one of the reserve, which the next one gets.
+        assert not connections.has_capacity(limit() - 1)
+    assert all(each.is_closed for each in held)
+
+
 def test_a_reserve_is_at_most_a_quarter_of_the_limit() -> None:
     assert OpenConnections(10**9).most == limit() - limit() // 4

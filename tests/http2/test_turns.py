@@ -1,19 +1,23 @@
 """Calls that come together begin in several turns of the loop, so that what runs has its turn between them."""
 
 import asyncio
+import time
+from contextlib import AsyncExitStack
 from typing import Any
 
 from hyperframe.frame import RstStreamFrame
 from support.eventually import eventually
-from support.http2.peer import head, message, peer_of
-from support.http2.server import echoing
+from support.http2.peer import Peer, head, message, peer_of
+from support.http2.server import Seen, echoing
 from support.loop_turns import each_turn
+from support.servers.scripted_router import scripted
 from support.servers.shared_stream import Shared, Sharing, get_model
 
 from baton.calls import unary
 from baton.engine.v1 import multiplex_pb2 as pb
 from baton.engine.v1 import multiplex_pb2_grpc
-from baton.inference.v1 import model_pb2
+from baton.errors import BatonError
+from baton.inference.v1 import inference_service_pb2_grpc, model_pb2
 from baton_http2.client.dialing import ServerAddress, open_call
 from baton_http2.turns import CALLS_A_TURN, CallTurns
 from rpc.health import Health
@@ -74,6 +78,96 @@ async def test_a_call_that_is_reset_while_it_waits_for_its_turn_never_begins() -
         await eventually(lambda: before == TURNS * CALLS_A_TURN)
         await peer.ping()
         assert server.seen.started == 0
+
+
+async def hanging(peer: Peer, seen: Seen, **headers: str) -> None:
+    for number in range(CALLS):
+        await peer.call(2 * number + 1, "hang", b"x", **headers)
+    await eventually(lambda: seen.started == CALLS)
+
+
+async def test_calls_of_a_connection_that_is_lost_end_in_several_turns() -> None:
+    async with echoing() as server, peer_of(server.port) as peer:
+        await hanging(peer, server.seen)
+        async with each_turn(lambda: server.seen.cancelled) as grown:
+            peer.close()
+            await eventually(lambda: server.seen.cancelled == CALLS)
+    assert max(grown) <= 2 * CALLS_A_TURN
+
+
+async def test_calls_that_are_reset_together_end_in_several_turns() -> None:
+    async with echoing() as server, peer_of(server.port) as peer:
+        await hanging(peer, server.seen)
+        async with each_turn(lambda: server.seen.cancelled) as grown:
+            await peer.send(*(RstStreamFrame(2 * number + 1, error_code=CANCEL) for number in range(CALLS)))
+            await eventually(lambda: server.seen.cancelled == CALLS)
+    assert max(grown) <= 2 * CALLS_A_TURN
+
+
+async def test_calls_with_one_deadline_end_in_several_turns() -> None:
+    async with echoing() as server, peer_of(server.port) as peer:
+        await hanging(peer, server.seen, grpc_timeout="3S")
+        # They come one after another, and are due together.
+        loop = asyncio.get_running_loop()
+        held_until = loop.time() + 3.5
+        async with each_turn(lambda: server.seen.cancelled) as grown:
+            while loop.time() < held_until:
+                time.sleep(0.1)  # noqa: ASYNC251  # the loop does nothing else meanwhile
+            await eventually(lambda: server.seen.cancelled == CALLS)
+        assert {(await peer.ended(2 * number + 1)).status for number in range(CALLS)} == {4}
+    assert max(grown) <= 2 * CALLS_A_TURN
+
+
+async def test_calls_of_a_shared_stream_that_is_lost_end_in_several_turns_on_both_sides() -> None:
+    begun, ended, failed = 0, 0, list[BatonError]()
+
+    async def hang(_request: object, _context: object) -> None:
+        nonlocal begun, ended
+        begun += 1
+        try:
+            await asyncio.Event().wait()
+        finally:
+            ended += 1
+
+    async def ask(calls: Shared) -> None:
+        try:
+            await unary(calls.stub.GetModel(model_pb2.GetModelRequest()))
+        except BatonError as error:
+            failed.append(error)
+
+    async with AsyncExitStack() as stack:
+        peer = await stack.enter_async_context(scripted(is_multiplexed=True, drain_seconds=0, GetModel=hang))
+        async with Sharing("http2").beside(peer) as channel:
+            stub = inference_service_pb2_grpc.InferenceServiceStub(channel)
+            asked = [asyncio.create_task(ask(Shared(peer, stub))) for _ in range(CALLS)]
+            await eventually(lambda: begun == CALLS)
+            async with each_turn(lambda: ended) as ended_each, each_turn(lambda: len(failed)) as failed_each:
+                await stack.aclose()
+                await asyncio.gather(*asked)
+    assert ended == len(failed) == CALLS
+    assert max(ended_each) <= 2 * CALLS_A_TURN
+    assert max(failed_each) <= 2 * CALLS_A_TURN
+
+
+async def test_calls_that_are_cancelled_together_on_a_shared_stream_end_in_several_turns() -> None:
+    begun, ended = 0, 0
+
+    async def hang(_request: object, _context: object) -> None:
+        nonlocal begun, ended
+        begun += 1
+        try:
+            await asyncio.Event().wait()
+        finally:
+            ended += 1
+
+    async with Sharing("http2").calls(GetModel=hang) as calls:
+        asked = [asyncio.create_task(unary(calls.stub.GetModel(model_pb2.GetModelRequest()))) for _ in range(CALLS)]
+        await eventually(lambda: begun == CALLS)
+        async with each_turn(lambda: ended) as grown:
+            for each in asked:
+                each.cancel()
+            await eventually(lambda: ended == CALLS)
+    assert max(grown) <= 2 * CALLS_A_TURN
 
 
 async def test_calls_of_one_message_of_a_shared_stream_begin_and_end_in_several_turns() -> None:

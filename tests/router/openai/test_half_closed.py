@@ -55,3 +55,43 @@ async def test_a_half_closed_connection_on_which_nothing_is_asked_is_closed() ->
         writer.write_eof()
         assert await asyncio.wait_for(reader.read(), 10) == b""
         writer.close()
+
+
+async def test_a_client_that_sends_no_more_in_the_middle_of_a_stream_is_answered() -> None:
+    async with openai_bench(SLOW) as running:
+        reader, writer = await asked(running, {**REQUEST, "stream": True})
+        begun = await reader.readuntil(b"data: ")
+        writer.write_eof()
+        answer = begun + await asyncio.wait_for(reader.read(), 60)
+        writer.close()
+    assert answer.count(b'"finish_reason": "length"') == answer.count(b"data: [DONE]") == 1
+    # A comment in the stream of events, which tells whether the client is there.
+    assert answer.count(b"\r\n2\r\n:\n\r\n") == 1
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_requests_that_come_together_are_all_answered_in_their_order(stream: bool) -> None:
+    async with openai_bench(SLOW) as running:
+        reader, writer = await asked(running, {**REQUEST, "stream": stream}, times=3)
+        writer.write_eof()
+        answer = await asyncio.wait_for(reader.read(), 60)
+        writer.close()
+    assert answer.count(b"HTTP/1.1 200 OK\r\n") == answer.count(b'"finish_reason": "length"') == 3
+
+
+async def test_an_incomplete_request_behind_others_ends_the_connection_after_their_answers() -> None:
+    async with openai_bench(SLOW) as running:
+        reader, writer = await asked(running, REQUEST, times=2)
+        writer.write(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 10\r\n\r\n{")
+        writer.write_eof()
+        answer = await asyncio.wait_for(reader.read(), 20)
+        writer.close()
+    assert answer.count(b"HTTP/1.1 200 OK\r\n") == answer.count(b'"finish_reason": "length"') == 2
+
+
+async def test_a_client_that_leaves_behind_several_requests_frees_the_blocks_of_the_first() -> None:
+    async with openai_bench(SLOW) as running:
+        _, writer = await asked(running, {**REQUEST, "max_tokens": 2000, "stream": True}, times=3)
+        await eventually(lambda: running.used_blocks() > 0)
+        writer.transport.abort()
+        await eventually(lambda: running.used_blocks() == 0, 20)  # of 40 s that the answer would take

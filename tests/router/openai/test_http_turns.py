@@ -4,6 +4,7 @@ import asyncio
 import json
 from typing import Any
 
+import uvloop
 from support.clients.openai_api import openai_bench
 from support.cluster.in_process import simulated
 from support.eventually import eventually
@@ -33,6 +34,25 @@ class Waits:
         self.begun += 1
         assert (await receive())["type"] == "http.disconnect"
         self.ended += 1
+
+
+class Writes(Waits):
+    """One whose calls write until their clients have left."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.failures = 0
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        waiting = asyncio.create_task(super().__call__(scope, receive, send))
+        try:
+            await send({"type": "http.response.start", "status": 200, "headers": []})
+            while not waiting.done():
+                await send({"type": "http.response.body", "body": b"x" * 100, "more_body": True})
+                await asyncio.sleep(0)
+        except RuntimeError:
+            self.failures += 1
+        await waiting
 
 
 async def clients_at(address: str) -> list[asyncio.StreamWriter]:
@@ -67,3 +87,21 @@ async def test_calls_whose_clients_leave_together_end_in_several_turns() -> None
                 each.transport.abort()
             await eventually(lambda: app.ended == CLIENTS)
     assert max(ended) <= 2 * CALLS_A_TURN
+
+
+def test_no_write_fails_to_a_client_that_has_left_together_with_others() -> None:
+    async def leave() -> int:
+        app: Any = Writes()
+        shared = SharedLimits.of(ConnectionLimits())
+        async with serve_openai(OpenAIConfig(listen="127.0.0.1:0"), app, shared, drain_seconds=0) as server:
+            clients = await clients_at(server.address)
+            for each in clients:
+                each.write(REQUEST)
+            await eventually(lambda: app.begun == CLIENTS)
+            for each in clients:
+                each.transport.abort()
+            await eventually(lambda: app.ended == CLIENTS)
+        return int(app.failures)
+
+    # asyncio's own event loop does not raise.
+    assert uvloop.run(leave()) == 0

@@ -230,3 +230,10 @@ async def test_records_of_other_requests_and_tenants_are_left_out() -> None:
     async with beside(Liar(records=peer_pb2.FindRecordsResponse(records=records))) as running:  # type: ignore[arg-type]
         found = await unary(running.stub.GetRecords(record_pb2.GetRecordsRequest(request_id="mine"), timeout=20))
         assert [(one.request_id, one.tenant) for one in found.records] == [("mine", "")]
+
+
+async def test_a_record_of_a_newer_router_keeps_the_numbers_that_have_no_name_here() -> None:
+    record = record_pb2.RequestRecord(request_id="mine", cause=77, answers=[{"reason": 77}])
+    async with beside(Liar(records=peer_pb2.FindRecordsResponse(records=[record]))) as running:
+        found = await unary(running.stub.GetRecords(record_pb2.GetRecordsRequest(request_id="mine"), timeout=20))
+        assert [(one.cause, one.answers[0].reason) for one in found.records] == [(77, 77)]
