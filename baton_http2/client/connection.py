@@ -67,9 +67,6 @@ class ClientConnection(asyncio.Protocol):
         self.output = Output(self.loop, self.transport, self.context, self.limits.http2.max_unread_output_bytes)
         self.liveness = Liveness(self)
         self.receiver = Receiver(self, self.liveness, bytes_a_frame=_BYTES_A_FRAME)
-        stream = Stream(self, _STREAM_ID, h2.DEFAULT_WINDOW, self.limits)
-        self.streams[_STREAM_ID] = stream
-        self.calls[_STREAM_ID] = self.call = ClientCall(stream, self._push)
         own = {
             h2.ENABLE_PUSH: 0,
             h2.INITIAL_WINDOW_SIZE: RECEIVE_WINDOW,
@@ -77,8 +74,14 @@ class ClientConnection(asyncio.Protocol):
         }
         window = h2.window_update(0, CONNECTION_WINDOW - h2.DEFAULT_WINDOW)
         self.output.send(h2.PREFACE + h2.settings(own) + window)
-        stream.start(self._head)
+        self._begin_call()
         self.liveness.start()
+
+    def _begin_call(self) -> None:
+        stream = Stream(self, _STREAM_ID, h2.DEFAULT_WINDOW, self.limits)
+        self.streams[_STREAM_ID] = stream
+        self.calls[_STREAM_ID] = self.call = ClientCall(stream, self._push)
+        stream.start(self._head)
 
     def connection_lost(self, error: Exception | None) -> None:
         """Ends the call."""

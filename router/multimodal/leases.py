@@ -5,7 +5,7 @@ Keeps leases on embeddings: renews them, all of a worker's in one call, until th
 
 import asyncio
 from collections.abc import Sequence
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, ExitStack
 from functools import partial
 
 import structlog
@@ -13,7 +13,7 @@ from google.protobuf.duration_pb2 import Duration
 from typing_extensions import Self
 
 from baton.engine.v1 import encode_pb2
-from baton.errors import BatonError
+from baton.errors import BatonError, Unavailable
 from engine_protocol import leases as remote
 from engine_protocol.leases import SHORTEST_SECONDS
 from router.workers.handle import WorkerHandle
@@ -127,7 +127,11 @@ class LeaseRenewer:
         await asyncio.gather(*self._releasing)
 
     async def _keep(self, worker: WorkerHandle) -> None:
-        with worker.keep_open():
+        with ExitStack() as opened:
+            try:
+                opened.enter_context(worker.keep_open())
+            except Unavailable:
+                self._kept[worker].clear()  # it has left, and takes no calls: they expire
             while leases := [lease for lease in self._kept[worker] if lease.remaining_seconds]:
                 shortest = min(lease.remaining_seconds for lease in leases)
                 await asyncio.sleep(max(SHORTEST_SECONDS, shortest / 3))

@@ -1,7 +1,7 @@
 """The answers of a handle on their workers: attached to, told of, and forgotten."""
 
 from collections.abc import Sequence
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -9,7 +9,7 @@ import structlog
 from google.protobuf.message import DecodeError
 
 from baton.engine.v1 import decode_pb2, prompt_pb2, resume_pb2
-from baton.errors import BatonError, Cancelled, InvalidReply, PositionInvalid, StaleAttempt, StreamLost
+from baton.errors import BatonError, Cancelled, InvalidReply, PositionInvalid, StaleAttempt, StreamLost, Unavailable
 from baton.inference.v1 import generate_pb2, sampling_pb2
 from router.qos import RequestQos
 from router.resume.finding import StreamFinder
@@ -151,7 +151,7 @@ class Attacher:
     async def _attach(
         self, worker: WorkerHandle, asked: decode_pb2.AttachRequest, seconds: float, attached: AsyncExitStack
     ) -> Adopted:
-        attached.enter_context(worker.keep_open())
+        _keep_open(worker, attached)
         call: Any = worker.decode.Attach(asked, timeout=seconds)
         attached.push_async_callback(call.aclose)
         return self._adopted(worker, asked, await first_of(call), call)
@@ -184,20 +184,27 @@ class Attacher:
     async def _look(self, answer: int, worker: WorkerHandle, request: ResumeRequest) -> Adopted:
         asked = _attach_request(answer, request)
         asked.peek = True
-        with worker.keep_open():
+        async with AsyncExitStack() as attached:
+            _keep_open(worker, attached)
             call: Any = worker.decode.Attach(asked, timeout=_ATTACH_SECONDS)
-            try:
-                return self._adopted(worker, asked, await first_of(call), None)
-            finally:
-                await call.aclose()
+            attached.push_async_callback(call.aclose)
+            return self._adopted(worker, asked, await first_of(call), None)
 
     async def forget(self, answer: int, found: AdoptedDecode, request: ResumeRequest) -> None:
         """Ends an answer, and has its worker forget it."""
         call_id = answer_call_id(request.handle.call_id, answer)
         settled = decode_pb2.SettleRequest(request_id=call_id, attachment=found.attachment, forget=True)
         worker = found.worker
-        with worker.keep_open():
+        with suppress(Unavailable), worker.keep_open():
             await best_effort(lambda seconds: worker.decode.Settle(settled, timeout=seconds), healthy=True)
+
+
+def _keep_open(worker: WorkerHandle, attached: AsyncExitStack) -> None:
+    """Keeps a worker's channel open while `attached` is. Raises StreamLost if the worker has left."""
+    try:
+        attached.enter_context(worker.keep_open())
+    except Unavailable as error:
+        raise StreamLost(f"the answer's worker does not give it: {error}") from error
 
 
 def _attach_request(answer: int, request: ResumeRequest) -> decode_pb2.AttachRequest:

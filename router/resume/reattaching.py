@@ -120,15 +120,16 @@ async def _attach(state: ExecutionState, worker: WorkerHandle, emitted: int) -> 
         attachment=state.calls.reader,
         epoch=worker.record.epoch,
     )
-    call: Any = worker.decode.Attach(asked, timeout=state.ctx.deadline.remaining_seconds)
-    is_attached = False
-    try:
-        attached = await first_of(call)
-        check_attached(asked, attached, worker)
-        if list(attached.token_ids[:emitted]) != list(state.completion.token_ids):
-            raise InvalidReply("the worker's next process has other tokens of the answer than its client")
-        is_attached = True
-        return AdoptedDecode(worker, attached, call)
-    finally:
-        if not is_attached:
-            await call.aclose()
+    with worker.keep_open():
+        call: Any = worker.decode.Attach(asked, timeout=state.ctx.deadline.remaining_seconds)
+        is_attached = False
+        try:
+            attached = await first_of(call)
+            check_attached(asked, attached, worker)
+            if list(attached.token_ids[:emitted]) != list(state.completion.token_ids):
+                raise InvalidReply("the worker's next process has other tokens of the answer than its client")
+            is_attached = True
+            return AdoptedDecode(worker, attached, call)
+        finally:
+            if not is_attached:
+                await call.aclose()

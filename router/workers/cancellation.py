@@ -80,10 +80,9 @@ class Cancellation:
         """Notes a worker before it gets the request. Raises Cancelled if the request was cancelled, or Unavailable."""
         if self.reason:
             raise Cancelled(self.reason)
-        worker.require_open()
         if worker not in self._workers:
-            self._workers.append(worker)
             worker.add_user()
+            self._workers.append(worker)
 
     @contextmanager
     def waiting_for(self, call: SharedCall) -> Iterator[None]:
@@ -113,7 +112,7 @@ class Cancellation:
         """
         self.reason = reason
         with ExitStack() as channels:
-            for worker in self._workers:
+            for worker in () if self._is_closed else self._workers:
                 channels.enter_context(worker.keep_open())
             try:
                 shared = await self._stop_shared_calls()

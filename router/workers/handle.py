@@ -145,7 +145,6 @@ class WorkerHandle:
         self.add_load(prompt_tokens)
         try:
             with self.keep_open():
-                self.require_open()
                 yield
         finally:
             self.remove_load(prompt_tokens)
@@ -164,7 +163,7 @@ class WorkerHandle:
 
     @contextmanager
     def keep_open(self) -> Iterator[None]:
-        """Keeps the channel open, even if the worker leaves the cluster."""
+        """Keeps the channel open, even if the worker leaves the cluster. Raises Unavailable once it is closed."""
         self.add_user()
         try:
             yield
@@ -172,7 +171,12 @@ class WorkerHandle:
             self.remove_user()
 
     def add_user(self) -> None:
-        """Keeps the channel open until `remove_user`."""
+        """Keeps the channel open until `remove_user`. Raises Unavailable if it is closed, or about to be.
+
+        A call that began on it would be cancelled.
+        """
+        if self._is_closed:
+            raise Unavailable(f"worker {self.record.worker_id} has left")
         if not self._users:
             self._idle.clear()
         self._users += 1
@@ -184,15 +188,10 @@ class WorkerHandle:
             self._idle.set()
 
     async def idle(self) -> None:
-        """Waits until `keep_open` is left by all. The channel is then closed, and takes no further request."""
+        """Waits until `keep_open` is left by all. The channel is then closed, and takes no further user."""
         while self._users:  # another may have come before this goes on
             await self._idle.wait()
         self._is_closed = True
-
-    def require_open(self) -> None:
-        """Raises Unavailable once the worker has left, and its channel is closed under whoever has chosen it before."""
-        if self._is_closed:
-            raise Unavailable(f"worker {self.record.worker_id} has left")
 
     async def watch_load(self, probe: ProbeConfig) -> None:
         """Follows the load that the worker reports, until cancelled. It also reports that nothing has changed."""

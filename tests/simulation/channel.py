@@ -1,13 +1,15 @@
-"""Channels as grpc.aio has them, over Baton's own HTTP/2 client: a connection for each call.
+"""Channels as grpc.aio has them, over Baton's own HTTP/2 client.
 
-grpcio itself has C threads and sockets, which no event loop of ours sees. Its sharing of connections, its backoff and
-its keepalive are not simulated; `rpc.channels.connect` is the one place that it is replaced at.
+grpcio itself has C threads and sockets, which no event loop of ours sees: `rpc.channels.connect` is the one place that
+it is replaced at. The calls of a process to another share a connection (shared.py); those of clients have one each. Its
+backoff is not simulated.
 """
 
 import asyncio
 import contextlib
 from collections import deque
 from collections.abc import AsyncIterator, Callable
+from contextlib import AbstractAsyncContextManager
 from typing import Any
 
 import grpc
@@ -19,6 +21,7 @@ from baton_http2.client.dialing import ConnectFailed, ServerAddress, open_call
 from baton_http2.wire import frames
 from baton_http2.wire.hpack import literal
 from baton_http2.wire.metadata import encode
+from simulation.shared import Connecting, SharedCall
 
 _RETRY_SECONDS = 0.2
 _UNSENT_SECONDS = 2e-4
@@ -66,8 +69,8 @@ class SimulatedCall:
             async with until(None if timeout is None else timeout + channel.patience):
                 while True:
                     try:
-                        address: Any = _Address(channel.address, metadata, timeout)
-                        async with open_call(address, path, self._take) as call:
+                        address = _Address(channel.address, metadata, timeout)
+                        async with channel.open_call(address, path, self._take) as call:
                             await self._exchange(call, request)
                         return
                     except ConnectFailed as error:
@@ -76,6 +79,7 @@ class SimulatedCall:
                             return
                         await asyncio.sleep(_RETRY_SECONDS)
         except (TimeoutError, asyncio.TimeoutError):
+            channel.distrust()
             text = NO_STATUS if channel.patience else "Deadline Exceeded"
             self._end(Status(StatusCode.DEADLINE_EXCEEDED, text))
         except asyncio.CancelledError:
@@ -95,6 +99,8 @@ class SimulatedCall:
                 await asyncio.sleep(_UNSENT_SECONDS)  # nothing tells
             if not stream.closed:
                 stream._output.send(frames.frame(frames.DATA, frames.END_STREAM, stream.id, b""))
+                if isinstance(call, SharedCall):
+                    call.has_sent_all = True
         self._end(await call.status)
 
     def _take(self, message: bytes) -> None:
@@ -188,13 +194,23 @@ class SimulatedChannel(aio.Channel):
     """Calls to one address. `window` is that of a slow reader's streams, in bytes; a message takes it `read_seconds`.
 
     Calls end here at their deadline, as grpc.aio's do; with `patience` so much later, so that the server ends them.
+    Those of one that `shares` have one connection.
     """
 
-    def __init__(self, address: str, window: int = 0, patience: float = 0.0, read_seconds: float = 0.05) -> None:
+    def __init__(
+        self,
+        address: str,
+        window: int = 0,
+        patience: float = 0.0,
+        read_seconds: float = 0.05,
+        *,
+        shares: bool = False,
+    ) -> None:
         self.patience, self.read_seconds = patience, read_seconds
         self.address = address.removeprefix("dns:///")
         self.window = window
         self.calls: dict[SimulatedCall, None] = {}
+        self._shared = Connecting(self.address) if shares else None
         self._is_closed = False
 
     async def __aenter__(self) -> "SimulatedChannel":
@@ -211,6 +227,19 @@ class SimulatedChannel(aio.Channel):
         if tasks:
             with contextlib.suppress(asyncio.CancelledError):
                 await asyncio.wait(tasks)
+        if self._shared is not None:
+            self._shared.close()
+
+    def open_call(self, address: Any, path: str, push: Callable[[bytes], None]) -> AbstractAsyncContextManager[Any]:
+        """A call while the context is open. Raises ConnectFailed."""
+        if self._shared is None:
+            return open_call(address, path, push)
+        return self._shared.open_call(address.head(path), push)
+
+    def distrust(self) -> None:
+        """A call has reached its deadline: no other begins on its connection."""
+        if self._shared is not None:
+            self._shared.leave()
 
     def get_state(self, try_to_connect: bool = False) -> grpc.ChannelConnectivity:
         return grpc.ChannelConnectivity.READY
@@ -255,4 +284,4 @@ class SimulatedChannel(aio.Channel):
 
 def connect(address: str, _credentials: Any, _options: Any) -> SimulatedChannel:
     """In the place of `rpc.channels.connect`."""
-    return SimulatedChannel(address)
+    return SimulatedChannel(address, shares=True)

@@ -2,8 +2,11 @@
 
 import warnings
 from collections import Counter
+from collections.abc import Sequence
 from typing import Any
 
+from discovery.record import WorkerRecord
+from router.workers.members import Members
 from simulation.entropy import Time
 from simulation.invariants.base import Invariant, calls_of, engine_of
 from simulation.plan import TENANTS
@@ -76,12 +79,26 @@ class Recovers(Invariant):
 
 
 class ViewsAreFresh(Invariant):
-    """A router has the workers that are registered, and no others, as soon as it can have learned of them."""
+    """A router watches the workers of the view that it has just got, and no others, and has those that are registered
+    as soon as it can have learned of them.
+    """
 
     def __init__(self, world: Any) -> None:
         super().__init__(world)
         self._looks = 0
         self._since: dict[tuple[str, int, str, int], float] = {}
+
+    def install(self) -> None:
+        update = Members.update
+
+        def updating(members: Members, records: Sequence[WorkerRecord]) -> None:
+            update(members, records)
+            differ = {one.process for one in records} ^ {one.process for one in members.records}
+            if differ:
+                names = ", ".join(sorted(map(str, differ)))
+                self.problem(f"{self.world.loop.current.name}: watches other workers than its view has: {names}")
+
+        Members.update = updating  # type: ignore[method-assign]
 
     def look(self) -> None:
         self._looks += 1

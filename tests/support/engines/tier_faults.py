@@ -27,6 +27,10 @@ STEPS: Sequence[Step] = (
     (Buffer, "set_seal", RuntimeError),
     (DiskFile, "write", OSError),
     (DiskFile, "read", OSError),
+    # Neither the device's nor the disk's.
+    (Copier, "copy_out", MemoryError),
+    (Copier, "wait", MemoryError),
+    (Buffer, "set_seal", OSError),
 )
 
 

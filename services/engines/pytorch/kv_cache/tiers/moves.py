@@ -87,13 +87,20 @@ class Movers:
         return not hung
 
     def _demote(self, jobs: Sequence[Demotion]) -> None:
-        for group in _independent(jobs):
-            self._spill([job.write for job in group if job.write is not None])
-            try:
-                self._copy_out(group)
-            except RuntimeError as error:
-                for job in group:
-                    job.failure = str(error)
+        unwritten = deque(job.write for job in jobs if job.write is not None)
+        try:
+            for group in _independent(jobs):
+                self._spill(unwritten, sum(job.write is not None for job in group))
+                try:
+                    self._copy_out(group)
+                except RuntimeError as error:
+                    for job in group:
+                        job.failure = str(error)
+        finally:
+            # One that is not submitted would never end, whatever has failed here.
+            for write in unwritten:
+                write.failure = "it was not copied"
+                self.writes.submit([write])
 
     def _copy_out(self, jobs: Sequence[Demotion]) -> None:
         """Copies blocks to host memory, and seals them. Reads the digest from the pool: it tells of a bad copy, too."""
@@ -113,16 +120,17 @@ class Movers:
         for job, digest in zip(jobs, digests.read(), strict=True):
             self._region.set_seal(job.slot, self._sealer.seal(job.contents, digest))
 
-    def _spill(self, writes: Sequence[Write]) -> None:
-        """Copies blocks to their buffers, and lets each be written: a write that is not submitted would never end."""
-        for write in writes:
+    def _spill(self, writes: deque[Write], count: int) -> None:
+        """Copies so many blocks to their buffers, and lets each be written. Removes those from `writes`."""
+        for _ in range(count):
+            write = writes[0]
             try:
                 self._down.wait()
                 write.buffer.words.copy_(self._region.words[write.spill.host_slot])
                 write.buffer.set_seal(self._region.seal(write.spill.host_slot))
             except RuntimeError as error:
                 write.failure = str(error)
-            self.writes.submit([write])
+            self.writes.submit([writes.popleft()])
 
     def _write(self, jobs: Sequence[Write]) -> None:
         assert self._disk is not None
