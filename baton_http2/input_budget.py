@@ -190,7 +190,7 @@ class InputBudget:
         return peer
 
     def reserve(self, peer: PeerInput, size: int, decide: Callable[[bool], None]) -> Reservation | None:
-        """As PeerInput.reserve."""
+        """Reserves as PeerInput.reserve does."""
         if not self._waiting and self._fits(peer, size):
             peer.add(size)
             return None

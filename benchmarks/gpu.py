@@ -1,4 +1,4 @@
-"""What the embedded engine and the transport cuda_ipc reach on one GPU, as ratios to what its memory allows.
+"""Speeds of the embedded engine and of the transport cuda_ipc on one GPU, as ratios to what its memory allows.
 
     python benchmarks/gpu.py [--layers 32] [--only decode,together,prefill,transfer,profile] [--execution auto]
 
@@ -90,7 +90,7 @@ def prompt(length: int, seed: int) -> Prompt:
 
 
 async def arrivals(engine: PyTorchEngine, asked: Prompt, sampling: Sampling) -> list[float]:
-    """When each token came, through the engine's whole face."""
+    """The time of each token, through the engine's whole face."""
     times: list[float] = []
     async with aclosing(engine.decode(asked, sampling)) as stream:
         async for item in stream:

@@ -173,7 +173,7 @@ class OtherReader:
         self._pipe = pipe
 
     def pulls(self, pause: float, seconds: float) -> tuple[int, float, float]:
-        """How many pulls there were in about so many seconds, how long that took, and the median of a pull in ms."""
+        """The number of pulls in about so many seconds, the time they took, and the median of a pull in ms."""
         self._pipe.send((pause, seconds))
         if not self._pipe.poll(60):
             raise TimeoutError("the reader does not answer")

@@ -1,4 +1,4 @@
-"""What two GPUs of one host reach: handoffs over NVLink, tensor parallelism, disaggregated beside aggregated serving.
+"""Speeds on two GPUs of one host: handoffs over NVLink, tensor parallelism, disaggregated beside aggregated serving.
 
     python benchmarks/gpu_two.py [--only machine,transfer,...] [--seconds 560] [--output FOLDER] [--tiny]
 

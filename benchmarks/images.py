@@ -41,7 +41,7 @@ _REQUEST_SECONDS = 120.0
 
 @dataclass(frozen=True, slots=True)
 class Deployment:
-    """Where images are encoded, and whether embeddings are kept."""
+    """A cluster by the worker that encodes images, with or without kept embeddings."""
 
     workers: Sequence[tuple[Role, ...]]
     is_cached: bool
@@ -78,7 +78,7 @@ def run_worker(pipe: Connection, roles: tuple[Role, ...], model: Path, device: s
 
 @asynccontextmanager
 async def cluster(deployment: Deployment, options: argparse.Namespace) -> AsyncIterator[Load]:
-    """What sends requests to a cluster that runs."""
+    """The client of a cluster that runs."""
     async with AsyncExitStack() as stack:
         starting = [child(run_worker, roles, options.model, options.device) for roles in deployment.workers]
         pipes = [(await stack.enter_async_context(each))[0] for each in starting]

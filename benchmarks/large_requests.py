@@ -219,7 +219,7 @@ def run_router(pipe: Connection) -> None:
 
 
 def ready_seconds() -> float:
-    """How long this thread has been ready to run so far, and had no processor. Of Linux."""
+    """The time so far for which this thread was ready to run, and had no processor. Of Linux."""
     return int(Path("/proc/thread-self/schedstat").read_text().split()[1]) / 1e9
 
 

@@ -1,4 +1,4 @@
-"""What a request costs the router: its function calls, which no other load changes, and its CPU time.
+"""The cost of a request to the router: its function calls, which no other load changes, and its CPU time.
 
     python -m benchmarks.request_cost [--everything] [--server grpcio] [--beside CHECKOUT] [--rounds 5] [--functions 40]
 
@@ -183,7 +183,7 @@ async def router_of(
 
 
 async def spans_address(stack: AsyncExitStack) -> str:
-    """Where a process listens that takes spans, until the stack is closed."""
+    """The address of a process that takes spans, until the stack is closed."""
     pipe, _ = await stack.enter_async_context(child(run_viewer))
     address: str = await received(pipe)
     return address

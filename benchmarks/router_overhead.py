@@ -1,20 +1,17 @@
-"""The load of benchmarks of the router: simulated workers of two speeds, prompts, and a client.
+"""The load of benchmarks of the router: simulated workers of two speeds, and prompts.
 
 Prompts are texts of 512 tokens that differ, so they are tokenized, prefilled on one worker and decoded on another.
 Programs that run beside another checkout import its file of this name.
 """
 
-import asyncio
 from collections.abc import Iterator
 from contextlib import AsyncExitStack
 from itertools import count
 from multiprocessing.connection import Connection
 
-from baton.inference.v1 import generate_pb2, inference_service_pb2_grpc
 from benchmarks.processes import run_process, until_told
 from discovery.memory import MemoryRegistry
 from router.config import RouterConfig, RoutingConfig
-from rpc.channels import open_channel
 from services.config import WorkerConfig
 from services.engines.simulated.config import SimulatedConfig
 from services.server import host_worker
@@ -60,31 +57,6 @@ def worker_config(model: str, role: str, step_seconds: float) -> WorkerConfig:
         transports=("shm",),
         drain_seconds=0,
     )
-
-
-class Client:
-    """Sends loads through several connections."""
-
-    def __init__(self, address: str) -> None:
-        self._channels = [open_channel(address) for _ in range(CONNECTIONS)]
-        self._stubs = [inference_service_pb2_grpc.InferenceServiceStub(channel) for channel in self._channels]
-        self._prompts = prompts()
-
-    async def close(self) -> None:
-        for channel in self._channels:
-            await channel.close()
-
-    async def streams(self, model: str, streams: int) -> int:
-        """Streams of many tokens, the paced ones of which start within one second; how many tokens came."""
-        spread = 1.0 / streams if model == PACED else 0.0
-        return sum(await asyncio.gather(*(self._stream(model, index, index * spread) for index in range(streams))))
-
-    async def _stream(self, model: str, index: int, delay: float) -> int:
-        await asyncio.sleep(delay)
-        request = generate_pb2.GenerateRequest(model=model, prompt=next(self._prompts))
-        request.stopping.max_tokens = TOKENS
-        events = self._stubs[index % CONNECTIONS].Generate(request)
-        return sum([len(event.token.token_ids) async for event in events])
 
 
 def prompts(first: int = 0) -> Iterator[str]:

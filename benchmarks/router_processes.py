@@ -1,4 +1,4 @@
-"""What a router of several processes serves, as a ratio to one process: `python -m router CONFIG processes=N`.
+"""The throughput of a router of several processes, as a ratio to one process: `python -m router CONFIG processes=N`.
 
     python -m benchmarks.router_processes [--processes 1 2 4] [--workers 8] [--clients 8] [--seconds 6] [--rounds 2]
 
@@ -114,7 +114,7 @@ async def router(processes: int, folder: Path, cores: frozenset[int]) -> AsyncIt
 
 
 async def measure(processes: int, options: argparse.Namespace, folder: Path, own: frozenset[int]) -> dict[str, Served]:
-    """What one router serves of each load."""
+    """The throughput of one router under each load."""
     found = {}
     async with router(processes, folder, own) as (address, pid), AsyncExitStack() as stack:
         await _until_ready(address)

@@ -1,4 +1,4 @@
-"""What a token alone costs the router, without its request: CPU time and function calls while streams only run.
+"""The cost of a token alone to the router, without its request: CPU time and function calls while streams only run.
 
     python -m benchmarks.token_cost [--server grpcio] [--beside CHECKOUT] [--streams 64 256] [--functions 40]
 

@@ -1,4 +1,4 @@
-"""What it costs to tokenize a prompt, by the `tokenizers` library and by the router: `python -m benchmarks.tokenizing`.
+"""The cost of tokenizing a prompt, by the `tokenizers` library and by the router: `python -m benchmarks.tokenizing`.
 
 The tokenizers are one of bytes, as the simulated engine's, and byte-level BPE with the patterns of well-known models,
 trained on half of the project's documentation. Prompts are pieces of the other half, each another one; before, the

@@ -193,7 +193,7 @@ async def cancelled_prefills(prefill: VllmEngine) -> None:
 
 @dataclass
 class Outcomes:
-    """What became of the requests."""
+    """The outcomes of the requests."""
 
     right: int = 0
     wrong: int = 0

@@ -1,4 +1,4 @@
-"""What an engine step costs a decode worker's event loop beside the engine: `python -m benchmarks.worker_step_cost`.
+"""The cost of an engine's step to a decode worker's event loop: `python -m benchmarks.worker_step_cost`.
 
 Sequences that are pulled (services/roles/decode.py) tell the shared stream that they have a token, and the stream's
 writer pulls the tokens of all and makes the message. Printed is the time of that for one step, the least and the median

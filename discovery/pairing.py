@@ -20,7 +20,7 @@ _NAMED = 3  # workers that a message names
 
 @dataclass(frozen=True, slots=True)
 class Unpaired:
-    """Why a worker fits no other for a handoff: `reason` for programs, `problem` for people."""
+    """The reason that a worker fits no other for a handoff: `reason` for programs, `problem` for people."""
 
     reason: str
     problem: str
@@ -43,7 +43,7 @@ def can_hand_over(prefill: WorkerRecord, decode: WorkerRecord, within: Domain | 
 
 
 def outside(record: WorkerRecord, within: Domain, other: WorkerRecord) -> str:
-    """Why a worker is left out that is not within the zone, rack or host of another one; empty if it is."""
+    """The reason to leave out a worker outside the zone, rack or host of another one; empty if it is inside."""
     if is_within(within, record.known_location, other.known_location):
         return ""
     here, there = record.known_location.in_words, other.known_location.in_words
@@ -71,7 +71,7 @@ def layout_name(record: WorkerRecord) -> str:
 
 
 def layout_mismatch(records: Iterable[WorkerRecord], model: str) -> str:
-    """Why no prefill worker of a model can ever hand over to a decode worker: the layouts of both, in words.
+    """The reason that no prefill worker of a model can ever hand over to a decode worker: both layouts, in words.
 
     Empty if two processes have equal layouts, ready or not, and if there are no two processes of these roles.
     """
@@ -88,7 +88,7 @@ def layout_mismatch(records: Iterable[WorkerRecord], model: str) -> str:
 
 
 def unpaired(records: Iterable[WorkerRecord], within: Domain | None = None) -> dict[str, Unpaired]:
-    """Why a worker can hand over to none, or from none, of those that it should: by `WorkerRecord.process`.
+    """The reason that a worker can hand over to none, or from none, that it should: by `WorkerRecord.process`.
 
     A worker is there only if others have the opposite role for its model, and it can hand over to none of these, or
     from none. Draining workers are left out, and those that are for whole requests.
@@ -167,7 +167,7 @@ def _unfit(record: WorkerRecord, role: str, opposite: Iterable[Sequence[WorkerRe
 
 
 def _cause(record: WorkerRecord, role: str, other: WorkerRecord, within: Domain | None) -> str:
-    """Why two workers are no pair."""
+    """The reason that two workers are no pair."""
     if record.layout_digest != other.layout_digest:
         return f"KV layout {layout_name(other)}; its own is {layout_name(record)}"
     if within is not None and not is_within(within, record.known_location, other.known_location):
@@ -214,7 +214,7 @@ def _not_checkable(owner: WorkerRecord, reader: WorkerRecord) -> str:
 def _problem(
     record: WorkerRecord, role: str, opposite: Sequence[WorkerRecord], within: Domain | None
 ) -> Unpaired | None:
-    """Why a worker fits none of those of the opposite role; None if there is no other."""
+    """The reason that a worker fits none of the opposite role; None if there is no other."""
     own = record.worker_id, record.epoch
     others = [other for other in opposite if (other.worker_id, other.epoch) != own]
     if not others:

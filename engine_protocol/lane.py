@@ -63,7 +63,7 @@ class SinkMeter(Protocol):
 
 
 class TokenSink(Protocol):
-    """Where the tokens of one call go as they come."""
+    """The receiver of one call's tokens, as they come."""
 
     @property
     def wire(self) -> Wire | None:

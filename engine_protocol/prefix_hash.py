@@ -17,7 +17,7 @@ TOKEN_BYTES = array("I").itemsize
 
 
 class MediaPlace(Protocol):
-    """Where a medium stands in a prompt: tokens `start:start + num_tokens`, by the digest of its embedding."""
+    """A medium's place in a prompt: tokens `start:start + num_tokens`, by the digest of its embedding."""
 
     @property
     def start(self) -> int: ...
@@ -30,7 +30,7 @@ class MediaPlace(Protocol):
 
 
 def root_hash(salt: str, lora: str = "") -> bytes:
-    """Where a chain starts. Chains of different salts, or of different adapters, never meet.
+    """The start of a chain. Chains of different salts, or of different adapters, never meet.
 
     `lora` is the adapter's digest and name, `digest:name`; empty without one.
     """

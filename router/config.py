@@ -49,7 +49,7 @@ class LimitsConfig(Section):
 
 
 class AdmissionConfig(Section):
-    """When requests may run on workers."""
+    """The limits on requests that run on workers."""
 
     max_running_per_worker: int = Field(default=0, ge=0)  # for each decode or embed worker; 0 is no limit
     max_waiting: int = Field(default=1024, ge=0)  # of one model

@@ -64,7 +64,7 @@ _NO_FAULTS = FaultPlan()
 
 
 class Deadline:
-    """When a request must end, counted from the creation of this object.
+    """The time by which a request must end, counted from the creation of this object.
 
     `is_callers` is false for the router's default, which the caller does not know.
     """

@@ -119,7 +119,7 @@ class KeepMemoryConfig(Section):
 
 
 class LocationConfig(Section):
-    """Where the worker runs, for routers that prefer near pairs or bound handoffs: labels, as of Kubernetes' nodes."""
+    """The worker's location, for routers that prefer near pairs or bound handoffs: labels, as of Kubernetes' nodes."""
 
     zone: str = Field(default="", pattern=f"^{LABEL}$")
     rack: str = Field(default="", pattern=f"^{LABEL}$", description="Within its zone.")

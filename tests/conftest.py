@@ -41,7 +41,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """What the imports left behind is not looked at by each full garbage collection: seconds on a busy machine."""
+    """Exempts the imports' objects from each full garbage collection: seconds on a busy machine."""
     exempt_living_objects()
 
 

@@ -81,7 +81,7 @@ class Trees:
         self._local = threading.local()
 
     def run(self, mutation: Mutation) -> str:
-        """Why the test fails without the guard; empty if it still passes."""
+        """The failure of the test without the guard; empty if it still passes."""
         tree = self._tree()
         file = tree / mutation.path
         whole = file.read_text(encoding="utf-8")
@@ -103,7 +103,7 @@ class Trees:
 
 
 def failure(tree: Path, tests: Sequence[str]) -> str:
-    """The reason of the first failure in one line. The copy's packages come first: it is the working directory."""
+    """The reason for the first failure in one line. The copy's packages come first: it is the working directory."""
     command = [sys.executable, "-B", "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "--timeout=40", *tests]
     try:
         ended = subprocess.run(command, cwd=tree, capture_output=True, text=True, check=False, timeout=_SECONDS)

@@ -32,12 +32,16 @@ PACKAGES = (
     "devtools",
 )
 GENERATED = re.compile(r"_pb2(_grpc)?\.py$")
+# The folders of tests and programs around the product, whose docstrings count too.
+AROUND = ("tests", "benchmarks", "tools", "examples", "packaging", "deploy", "models")
 BUILT = {"build", "node_modules"}  # by the clients of examples/, with others' packages
 # Packages whose folders are rooms of their own.
 ROOMS = ("router", "services", "rpc", "baton_http2")
 SHORT_LINES = 40
 # A docstring that begins with a clause instead of its subject, or that only points elsewhere.
-CLAUSE = re.compile(r"^(What|Whether|Who|Whom|Whose|How|Until|See|Does nothing)\b")
+CLAUSE = re.compile(
+    r"^(What|Whether|Who|Whom|Whose|How|Why|When|Where|While|Until|If|Since|Because|Although|See|Does nothing)\b"
+)
 
 Graph = Mapping[str, set[str]]
 
@@ -59,9 +63,10 @@ def main() -> None:
     parser.add_argument("--list", action="store_true", help="also print the circles and the docstrings")
     options = parser.parse_args()
     modules = read(options.root)
-    others = read(options.root, ("tests", "examples"))
+    around = read(options.root, AROUND)
+    others = {name: each for name, each in around.items() if name.startswith(("tests", "examples"))}
     parts = (sizes(modules), circles(modules, options.list), protocols(modules, others, options.list))
-    for line in (line for part in (*parts, docstrings(modules, options.list)) for line in part):
+    for line in (line for part in (*parts, docstrings(modules | around, options.list)) for line in part):
         print(line)
     for line in reading(options.root):
         print(line)

@@ -39,7 +39,7 @@ def main() -> None:
 
 
 def are_current() -> bool:
-    """Whether every proto has a stub that is not older than the proto."""
+    """True if every proto has a stub that is not older than the proto."""
     return all(_is_current(proto) for proto in sources())
 
 

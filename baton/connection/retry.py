@@ -1,4 +1,4 @@
-"""When a failed call is made again, and after which pause; and when a lost answer is resumed."""
+"""Retries of failed calls, the pauses before them, and the resumption of lost answers."""
 
 import random
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""When a call was read from its connection, which is before its task has its first turn of the loop."""
+"""The time at which a call was read from its connection, before its task has its first turn of the loop."""
 
 from contextvars import ContextVar
 
@@ -13,6 +13,6 @@ def note_read(at: float) -> None:
 
 
 def read_at() -> float:
-    """When the call of this task was read; now, where another server has read it."""
+    """The time at which the call of this task was read; now, where another server has read it."""
     at = _READ_AT.get()
     return perf_counter() if at is None else at

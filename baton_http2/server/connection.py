@@ -277,7 +277,7 @@ class Connection(asyncio.Protocol):
         self.fail(exceeded(budget, reason))
 
     def idle_since(self) -> float | None:
-        """Since when no call has run on it, in the loop's time; None if one does."""
+        """The loop's time since which no call has run on it; None if one does."""
         return None if self.streams or self.is_closing else self._idle_since
 
     def close_idle(self) -> None:

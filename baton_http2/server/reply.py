@@ -37,7 +37,7 @@ class Source(Protocol[Item]):
 
 
 def _no_wire() -> None:
-    """Where the server cannot write without waiting."""
+    """A reply of a server that cannot write without waiting."""
 
 
 class Reply:

@@ -140,7 +140,7 @@ class _Starting:
         self._since = since
 
     def idle_since(self) -> float:
-        """Since it was accepted."""
+        """Seconds since it was accepted."""
         return self._since
 
     def close_idle(self) -> None:

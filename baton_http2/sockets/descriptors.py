@@ -46,7 +46,7 @@ class OpenConnection(Protocol):
     """A client's connection, as the limit of all knows it."""
 
     def idle_since(self) -> float | None:
-        """Since when nothing has run on it, in the loop's time; None if something does."""
+        """The loop's time since which nothing has run on it; None if something does."""
 
     def close_idle(self) -> None:
         """Closes it, soon."""

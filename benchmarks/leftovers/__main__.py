@@ -36,7 +36,7 @@ _FILLING = "answered"
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """How many bytes a request has left behind, and in words what became more, in the router and in the workers."""
+    """The bytes that a request has left behind, and in words what became more, in the router and in the workers."""
 
     bytes_each: tuple[float, float]
     growth: tuple[str, str]

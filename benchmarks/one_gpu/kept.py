@@ -97,7 +97,7 @@ async def restart(client: AsyncClient, options: argparse.Namespace) -> None:
 
 @dataclass(slots=True)
 class Outcome:
-    """What became of streams: the longest gap of each after each kill, and the answers."""
+    """The outcome of streams: the longest gap of each after each kill, and the answers."""
 
     gaps: list[float] = field(default_factory=list)
     between: list[float] = field(default_factory=list)  # all others, in ms
@@ -269,7 +269,7 @@ def cost(options: argparse.Namespace, folder: Path) -> None:
 
 
 async def clusters(options: argparse.Namespace, folder: Path, vocabulary: int) -> None:
-    """What needs processes."""
+    """The parts that need processes."""
     async with kept_worker(options, folder) as client:
         if "restart" in options.only:
             await restart(client, options)

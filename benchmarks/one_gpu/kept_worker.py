@@ -22,7 +22,7 @@ def _say(what: str) -> None:
 
 @functools.cache
 def _started_at() -> float:
-    """When this process was started, as the kernel says."""
+    """The time of this process's start, as the kernel says."""
     ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
     boot = time.time() - time.clock_gettime(time.CLOCK_BOOTTIME)
     return boot + ticks / os.sysconf("SC_CLK_TCK")

@@ -1,4 +1,4 @@
-"""What a token and a request cost the router, beside routers of other projects, in one run: `make bench-router`.
+"""The cost of tokens and requests to the router, beside routers of other projects, in one run: `make bench-router`.
 
     python -m benchmarks.peers.compare [--rounds 3] [--streams 64 256 1024]
         [--peers vllm-router sglang-router smg dynamo] [--python PYTHON] [--no-compiled] [--grpcio]

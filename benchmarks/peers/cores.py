@@ -21,7 +21,7 @@ class Cores:
 
     @property
     def is_pinned(self) -> bool:
-        """Whether the router has a core for itself."""
+        """True if the router has a core for itself."""
         return not self.router & self.others
 
     def __str__(self) -> str:

@@ -37,7 +37,7 @@ async def envoy(router: str, folder: Path, cores: Cores, log: Path, *, is_grpc: 
 
 
 def _of_grpc(addresses: EnvoyAddresses, router: str, folder: Path) -> dict[str, Any]:
-    """What is deployed, but without traces: Envoy would have every request traced."""
+    """The deployed configuration, but without traces: Envoy would have every request traced."""
     descriptors = folder / "descriptors.binpb"
     subprocess.run([sys.executable, str(ROOT / "tools" / "transcoding.py"), str(descriptors)], check=True, timeout=60)
     config: dict[str, Any] = yaml.safe_load(envoy_config(addresses, [router], "127.0.0.1:1", descriptors.absolute()))
@@ -82,7 +82,7 @@ def _socket(address: str) -> dict[str, Any]:
 
 
 def _is_ready(admin: str) -> bool:
-    """Whether Envoy runs, and knows a router whose health checks, if there are any, have succeeded."""
+    """True if Envoy runs, and knows a router whose health checks, if there are any, have succeeded."""
     try:
         with urllib.request.urlopen(f"http://{admin}/clusters", timeout=2) as answer:
             states = [line for line in answer.read().decode().splitlines() if "::health_flags::" in line]

@@ -51,7 +51,7 @@ class Environment:
         return pins[package]
 
     def is_complete(self, folder: Path) -> bool:
-        """Whether everything was installed."""
+        """True if everything was installed."""
         return (folder / self.name / "complete").exists()
 
     def install(self, folder: Path, interpreter: str) -> None:
@@ -101,7 +101,7 @@ class CompiledBaton:
         return folder / self.name / "bin" / "python"
 
     def is_current(self, folder: Path) -> bool:
-        """Whether it has the checkout's code as it is now."""
+        """True if it has the checkout's code as it is now."""
         built = folder / self.name / "built"
         return built.is_file() and built.read_text() == checkout_hash()
 
@@ -130,7 +130,7 @@ def distribution_python() -> str | None:
 
 
 def compiler_problem() -> str:
-    """Why nothing can be compiled here; empty if it can."""
+    """The reason that nothing can be compiled here; empty if it can."""
     if not shutil.which((os.environ.get("CC") or "cc").split()[0]):
         return "no C compiler was found"
     if not all(map(importlib.util.find_spec, ("mypyc", "setuptools", "hatchling"))):

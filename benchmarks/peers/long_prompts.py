@@ -1,4 +1,4 @@
-"""What a long prompt costs the router, and how much later its first token comes, beside other projects' routers.
+"""The cost of a long prompt to the router, and the delay of its first token, beside other projects' routers.
 
     python -m benchmarks.peers.long_prompts [--tokens 8000 32000 100000] [--requests 10] [--rounds 3]
         [--peers vllm-router sglang-router smg] [--output FILE]

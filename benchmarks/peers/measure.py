@@ -54,7 +54,7 @@ class LoadPlan:
 
     @property
     def is_paced(self) -> bool:
-        """Whether latencies are the router's, and not its queue's."""
+        """True if latencies are the router's, and not its queue's."""
         return bool(self.number and STEP_SECONDS[self.model])
 
     def way_of(self, router: Router) -> str | None:
@@ -78,7 +78,7 @@ class Spread:
 
 @dataclass(frozen=True, slots=True)
 class LaterTokens:
-    """What tokens after a stream's first one took, in milliseconds.
+    """Milliseconds of the tokens after a stream's first one.
 
     `jitter` is the standard deviation of the intervals between tokens; `since_step` is from the end of the engine's
     step to the client, where the engine notes its steps, and `direct` the same of one stream beside the load, which the
@@ -188,7 +188,7 @@ def _spread(seconds: Seconds) -> Spread:
 
 
 def _busy_seconds(cores: frozenset[int]) -> float:
-    """How long these cores have not been idle."""
+    """The time for which these cores have not been idle."""
     names, ticks = {f"cpu{core}" for core in cores}, 0
     for line in Path("/proc/stat").read_text().splitlines():
         name, *values = line.split()

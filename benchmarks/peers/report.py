@@ -1,4 +1,4 @@
-"""What was measured, as Markdown: the machine, the CPU, the latencies, and the bars that Baton is held to."""
+"""Measured results, as Markdown: the machine, the CPU, the latencies, and the bars that Baton is held to."""
 
 import os
 import platform

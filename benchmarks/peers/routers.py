@@ -34,7 +34,7 @@ EIGHT, EACH, ENVOY = "8 connections", "a connection a stream", "through Envoy"
 
 @dataclass(frozen=True, slots=True)
 class Bench:
-    """What all routers share: the folder, the cores, and the engines."""
+    """The parts that all routers share: the folder, the cores, and the engines."""
 
     folder: Path
     cores: Cores
@@ -157,7 +157,7 @@ class Relay:
 
     @property
     def router(self) -> Router:
-        """What it is before it has started."""
+        """The router before it has started."""
         version = self.environment.version(self.name.partition(" ")[0])
         return Router(self.name, None, {}, None, served=self.served, version=version)
 

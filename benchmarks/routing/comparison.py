@@ -1,4 +1,4 @@
-"""What compares policies on a trace: the plan, the answers, what they come to, and the table of all.
+"""The comparison of policies on a trace: the plan, the answers, their results, and the table of all.
 
 simulation.py runs a plan in simulated time, whole_system.py with real processes.
 """
@@ -18,7 +18,7 @@ from devtools.bench.traces import KINDS, TracedRequest, generate_trace, ideal_hi
 
 @dataclass(frozen=True)
 class Plan:
-    """What is run, the same for all policies. `block_tokens` stand for 512 tokens of a prompt."""
+    """The plan of a run, the same for all policies. `block_tokens` stand for 512 tokens of a prompt."""
 
     prefill: int = 8
     decode: int = 8
@@ -39,7 +39,7 @@ class Plan:
 
 @dataclass(frozen=True)
 class Answer:
-    """What one request saw, and where its prompt ran."""
+    """The times of one request, and the worker of its prompt."""
 
     ttft: float
     seconds: float  # to the end
@@ -58,7 +58,7 @@ class Answer:
 
 @dataclass(frozen=True)
 class Result:
-    """What one policy made of one trace. Seconds are those of the run."""
+    """The result of one policy on one trace. Seconds are those of the run."""
 
     policy: str
     seed: int
@@ -78,7 +78,7 @@ class Result:
 
 
 def summary(name: str, seed: int, answers: Sequence[Answer], failed: int, plan: Plan, router_us: float) -> Result:
-    """What the answers come to. `router_us` is the router's CPU time for a request."""
+    """The result of the answers. `router_us` is the router's CPU time for a request."""
     first = Percentiles.of([answer.ttft for answer in answers])
     token = Percentiles.of([answer.token_seconds for answer in answers if answer.output > 1])
     errors = [abs(answer.ttft - answer.predicted) / answer.ttft for answer in answers if answer.predicted]

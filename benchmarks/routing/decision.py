@@ -1,4 +1,4 @@
-"""What a routing decision costs the router: CPU time from a prompt's ids to the chosen workers, and of what follows.
+"""The cost of a routing decision: CPU time from a prompt's ids to the chosen workers, and of what follows.
 
     python benchmarks/routing/decision.py [--tokens N] [--workers N] [--policies NAME ...]
 
@@ -70,7 +70,7 @@ def main() -> None:
 
 @dataclass(frozen=True)
 class _Model:
-    """What a placer reads of a model."""
+    """The part of a model that a placer reads."""
 
     block_tokens: int
     block_bytes: int
@@ -158,7 +158,7 @@ def _fill(policy: PredictedSeconds, views: list[View], prompts: list["array[int]
 
 
 def _measure(call: Callable[[int], list[float]]) -> list[_Cost]:
-    """What each of many different calls took, by its parts."""
+    """The time of each of many different calls, by its parts."""
     gc.collect()
     gc.freeze()  # as a router does when it has started
     parts = zip(*(call(index) for index in range(CALLS)), strict=True)
@@ -173,7 +173,7 @@ def _cpu(call: Callable[[], object]) -> float:
 
 
 def _result(coroutine: Coroutine[None, None, T]) -> T:
-    """What a coroutine that does not wait returns."""
+    """The result of a coroutine that does not wait."""
     try:
         coroutine.send(None)
     except StopIteration as stop:

@@ -1,4 +1,4 @@
-"""How long a restarted router takes to learn what all workers have cached, and how long that holds up its event loop.
+"""The time in which a restarted router learns what all workers have cached, and for which its event loop waits.
 
     python benchmarks/routing/rebuild.py [--workers N] [--blocks N]
 

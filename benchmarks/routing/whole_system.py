@@ -1,4 +1,4 @@
-"""What a routing policy makes of a trace: hit rate, time to first token, balance, and what deciding costs.
+"""A routing policy's results on a trace: hit rate, time to first token, balance, and what deciding costs.
 
     python benchmarks/routing/whole_system.py [--trace FILE] [--policies NAME ...] [--seeds N ...] [--output FILE]
 

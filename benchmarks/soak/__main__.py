@@ -36,7 +36,7 @@ _MEGABYTE = 2**20
 
 @dataclass(frozen=True, slots=True)
 class Round:
-    """What was done until its end, how long it took, and what was held then."""
+    """The work of one round until its end, its duration, and what was held then."""
 
     done: int
     seconds: float
@@ -61,7 +61,7 @@ class Soak:
         return int(statistics.median(memory[-third:]) - statistics.median(memory[third:-third]))
 
     def faults(self) -> list[str]:
-        """What is wrong; nothing, if all is well."""
+        """The problems; nothing, if all is well."""
         found = [f"{kind}: {outcome}, {count} times" for (kind, outcome), count in self.tally.wrong().items()]
         third = len(self.rounds) // 3
         most = _most([each.held for each in self.rounds[:third]])
@@ -106,7 +106,7 @@ async def soak(arguments: argparse.Namespace) -> Soak:
 
 
 async def _rested(pipe: Connection, before: Sequence[Held]) -> Held:
-    """What is held once it is no more than before, or after a while."""
+    """The holdings once they are no more than before, or after a while."""
     until = time.monotonic() + _SETTLE_SECONDS
     most = _most(before) if before else None
     while True:

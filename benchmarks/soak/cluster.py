@@ -39,7 +39,7 @@ _PROBE = ProbeConfig(timeout_seconds=20, hung_seconds=60)
 
 @dataclass(frozen=True, slots=True)
 class Held:
-    """What the process holds. `objects` are all that the garbage collector knows; `blocks` are KV blocks."""
+    """The holdings of the process. `objects` are all that the garbage collector knows; `blocks` are KV blocks."""
 
     memory_bytes: int
     files: int
@@ -52,7 +52,7 @@ class Held:
 
     @property
     def countable(self) -> tuple[int, ...]:
-        """What is the same after each round, to the last one."""
+        """The part that is the same after each round, to the last one."""
         return self.files, self.tasks, self.connections, self.streams, self.calls, self.blocks
 
 

@@ -1,4 +1,4 @@
-"""What clients do to the router: requests of each kind, broken off in each way, and connections that break the rules.
+"""The clients of the router: requests of each kind, broken off in each way, and connections that break the rules.
 
 A kind's outcome is the status that its client got, or what became of its connection. Each kind names the outcomes that
 are right.
@@ -45,7 +45,7 @@ class Kind:
 
 @dataclass(slots=True)
 class Tally:
-    """How often each outcome of each kind came."""
+    """The count of each outcome of each kind."""
 
     outcomes: Counter[tuple[str, Outcome]] = field(default_factory=Counter)
 

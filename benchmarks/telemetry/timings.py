@@ -1,4 +1,4 @@
-"""Whether timings are accurate: `python -m benchmarks.telemetry.timings [--requests 1000] [--engine simulated]`.
+"""The accuracy of timings: `python -m benchmarks.telemetry.timings [--requests 1000] [--engine simulated]`.
 
 A thousand requests of all kinds (new and cached prompts, new and cached pictures, whole on one worker) to the
 demonstration model on an encode, a prefill and a decode worker behind a router: half of them one after the other, half

@@ -74,7 +74,7 @@ async def engine_of(
 
 
 async def arrivals(engine: PyTorchEngine, asked: Prompt, tokens: int) -> tuple[list[float], list[int], int]:
-    """When each token came, the ids, and how many tokens of the prompt were cached."""
+    """The time of each token, the ids, and the number of the prompt's cached tokens."""
     times, ids = list[float](), list[int]()
     sampling = Sampling(max_tokens=tokens, temperature=0.0, ignore_eos=True)
     async with aclosing(engine.decode(asked, sampling)) as stream:

@@ -12,7 +12,7 @@ _NEVER = math.inf
 
 
 class Returns:
-    """When each block is used next, as far as the sessions that have it say."""
+    """The next use of each block, as far as the sessions that have it say."""
 
     def __init__(self) -> None:
         self._at: dict[str, float] = {}

@@ -109,7 +109,7 @@ class Worker:
         self.moved: Counter[str] = Counter()
 
     def demote(self, evicted: Sequence[tuple[int, bytes]]) -> list[bytes]:
-        """As KvTiers.demote, with a disk that takes only what it can write soon."""
+        """Demotes as KvTiers does, with a disk that takes only what it can write soon."""
         return [block_hash for _, block_hash in evicted if not self._demote(block_hash)]
 
     def _demote(self, block_hash: bytes) -> bool:

@@ -30,7 +30,7 @@ TOKENS = 60 if TINY else 700
 
 
 def other_gpu() -> str:
-    """What a process on GPU 1 sees, as `see` sets it."""
+    """The environment of a process on GPU 1, as `see` sets it."""
     return "1,0" if os.environ.get("BATON_BENCHMARK_SEE_BOTH") == "1" else "1"
 
 

@@ -1,4 +1,4 @@
-"""What a reader on GPU 1 gets from an owner on GPU 0 that is killed or stopped amid a pull, or frees its pool.
+"""A reader on GPU 1 of an owner on GPU 0 that is killed or stopped amid a pull, or frees its pool.
 
 Every word of a pool says where it is, so a wrong one is noticed. After each fault the reader computes, and pulls from
 a new owner: its CUDA context must be whole.
@@ -103,7 +103,7 @@ class Reader:
         return await asyncio.to_thread(self._compare, source, target)
 
     async def is_still(self) -> bool:
-        """Whether the pool stays as it is for some milliseconds, longer than a pull lasts."""
+        """True if the pool stays as it is for some milliseconds, longer than a pull lasts."""
         synchronize()
         before = self._words.clone()
         await asyncio.sleep(0.01)

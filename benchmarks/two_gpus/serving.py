@@ -94,7 +94,7 @@ class Client:
 
 
 def arrivals(rate: float, seconds: float) -> list[tuple[float, int, int]]:
-    """When requests come, the lengths of their prompts, and their seeds."""
+    """The times of requests, the lengths of their prompts, and their seeds."""
     chance, at, found = random.Random(int(rate * 1000)), 0.0, []
     while (at := at + chance.expovariate(rate)) < seconds:
         found.append((at, LONG if chance.random() < LONG_SHARE else SHORT, chance.randrange(1 << 30)))

@@ -200,7 +200,7 @@ def _python(package: str, config: str, overrides: Sequence[str], python: str = s
 
 
 def _python_of_vllm() -> Path:
-    """Where `make vllm-install` puts an interpreter, with vLLM's build for CPUs."""
+    """The folder of `make vllm-install`'s interpreter, with vLLM's build for CPUs."""
     return ROOT / ".venv-vllm" / "bin" / "python"
 
 

@@ -29,7 +29,7 @@ _TELLING = re.compile(rb'"error"|"usage":\s*\{')
 
 @dataclass(frozen=True, slots=True)
 class HttpTarget:
-    """Where a server listens, the path before `/v1`, its TLS, and the key that it gets."""
+    """A server's address, the path before `/v1`, its TLS, and the key that it gets."""
 
     host: str
     port: int

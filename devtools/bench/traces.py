@@ -126,7 +126,7 @@ def _traced(line: bytes, place: str, latest: Mapping[str, TracedRequest]) -> Tra
 
 
 def _problem(line: _Line, before: TracedRequest | None) -> str:
-    """Why a line is no request after the one `before` of its session; empty if it is."""
+    """The reason that a line is no request after the one `before` of its session; empty if it is."""
     blocks = len(line.hash_ids)
     if (line.timestamp is None) == (line.delay is None):
         return "expected either a timestamp or a delay"

@@ -190,7 +190,7 @@ class Viewer:
 
     @property
     def url(self) -> str:
-        """Where the page is."""
+        """The page's address."""
         return f"http://{self.http_address}"
 
 

@@ -165,7 +165,7 @@ _LEASES_UNTIL_REMOVAL = 10
 
 
 class Lifetimes:
-    """When each file of a folder last changed, by the clock of this process.
+    """The time of each file's last change in a folder, by the clock of this process.
 
     A file is alive for `ttl_seconds` after a change was seen, and after it was first seen: how old it was then cannot
     be known, for the clocks of two hosts may differ.

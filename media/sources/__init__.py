@@ -1,4 +1,4 @@
-"""Where the content of a media item comes from.
+"""The source of a media item's content.
 
 uri.py          the strict syntax of URIs, and `data:` URIs
 files.py        `file:` URIs, below allowed folders

@@ -37,7 +37,7 @@ class Every:
         self._done = 0
 
     def is_due(self, share: float) -> bool:
-        """Whether `share` has entered a new part."""
+        """True if `share` has entered a new part."""
         part = int(share * self._parts)
         due, self._done = part > self._done, part
         return due

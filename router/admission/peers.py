@@ -27,13 +27,13 @@ class Peers(Protocol):
         """The router that is the home of a key; THIS_ROUTER for this one."""
 
     def home_since(self, key: str) -> float:
-        """Since when this router has been the home of a key, on its monotonic clock."""
+        """The time since which this router has been the home of a key, on its monotonic clock."""
 
     def lenders(self, key: str) -> tuple[str, ...]:
         """The routers that may lend a tenant's quota, the likeliest first; THIS_ROUTER for this one."""
 
     def lends_since(self, key: str) -> float | None:
-        """Since when this router has been the only one that lends a tenant's quota; None if it does not lend."""
+        """The time since which only this router lends a tenant's quota; None if it does not lend."""
 
     def next_change(self) -> asyncio.Event:
         """An event that is set when another router may begin to lend, as far as this one knows."""

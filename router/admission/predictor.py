@@ -18,7 +18,7 @@ class MeasuredWorker(Protocol):
 
     @property
     def problem(self) -> str:
-        """Why it cannot be used now; empty if it is ready."""
+        """The reason that it cannot be used now; empty if it is ready."""
 
 
 class Fleet(Protocol):

@@ -232,7 +232,7 @@ class AdmissionQueue:
         return Overloaded(message, retry_after_seconds=seconds, subject=name)
 
     def _retry_seconds(self, work: float | None = None) -> float:
-        """When there may be room: once so much work is done, or all that waits."""
+        """The time at which there may be room: once so much work is done, or all that waits."""
         if self._run_seconds.value is None:
             return _RETRY_SECONDS
         seconds = self.order.count * self._run_seconds.value if work is None else work * self._seconds_of_work

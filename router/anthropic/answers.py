@@ -36,7 +36,7 @@ class MessageHead:
         return self.message(started.model, [], {"stop_reason": None, "stop_sequence": None, "usage": usage})
 
     def ending(self, finished: generate_pb2.Finished, *, has_calls: bool) -> dict[str, Any]:
-        """Why the answer ended."""
+        """The reason for the answer's end."""
         match finished.reason:
             case sampling_pb2.FINISH_REASON_LENGTH:
                 is_asked = finished.usage.completion_tokens >= self._max_tokens

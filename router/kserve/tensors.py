@@ -129,7 +129,7 @@ def add_usage(made: pb.ModelInferResponse, usage: generate_pb2.Usage) -> None:
 
 
 def reason_of(reason: sampling_pb2.FinishReason.ValueType) -> str:
-    """Why an answer ended: `stop` or `length`."""
+    """The reason for an answer's end: `stop` or `length`."""
     return _REASONS.get(reason, "stop")
 
 

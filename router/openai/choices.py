@@ -276,7 +276,7 @@ def named_logprobs(token_text: TokenText, ids: Sequence[int], logprobs: Sequence
 
 
 def finish_reason(reason: sampling_pb2.FinishReason.ValueType, *, has_calls: bool) -> str:
-    """Why an answer ended, in OpenAI's words."""
+    """The reason for an answer's end, in OpenAI's words."""
     if reason == sampling_pb2.FINISH_REASON_LENGTH:
         return "length"
     return "tool_calls" if has_calls else "stop"

@@ -135,7 +135,7 @@ class UnsupportedField(Unsupported):
 
 
 class TurnPlace(NamedTuple):
-    """Where in `input` a turn is, and its first call; and the field that has its content."""
+    """A turn's place in `input`, its first call, and the field that has its content."""
 
     item: int
     first_call: int
@@ -186,7 +186,7 @@ def failure_of(error: BatonError, names: FieldNames = PLAIN_NAMES) -> ErrorRespo
 
 
 def headers_of(error: BatonError) -> tuple[tuple[bytes, bytes], ...]:
-    """When to try again, what would be accepted, and how to authenticate."""
+    """The time to try again, the values accepted, and the way to authenticate."""
     headers: list[tuple[bytes, bytes]] = []
     if isinstance(error, (Overloaded, QuotaExceeded, QuotaUnavailable, RouterStarting)):
         headers.append((b"retry-after", str(max(1, round(error.retry_after_seconds))).encode()))

@@ -20,7 +20,7 @@ class TextPart(Fields):
 
 
 class ImageUrl(Fields):
-    """Where an image is: at an https: URL of an allowed host, or in a data: URL."""
+    """An image's location: an https: URL of an allowed host, or a data: URL."""
 
     url: str
     detail: Literal["auto", "low", "high"] | None = None  # every image is shown to the model as its processor shows it

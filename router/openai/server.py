@@ -198,7 +198,7 @@ class _BoundedHttp(HttpToolsProtocol):
         super()._start_asgi_task(cycle, app)
 
     def idle_since(self) -> float | None:
-        """Since when no call has run on it, in the loop's time; None if one does."""
+        """The loop's time since which no call has run on it; None if one does."""
         is_idle = self.cycle is None or self.cycle.response_complete
         return self._idle_since if is_idle and not self.transport.is_closing() else None
 

@@ -157,7 +157,7 @@ class RegisteredPeers:
         return tuple(self._named(name) for name in self.quorum.lenders(key))
 
     def lends_since(self, key: str) -> float | None:
-        """Since when this router lends a quota (`Peers.lends_since`)."""
+        """The time since which this router lends a quota (`Peers.lends_since`)."""
         return self.quorum.lends_since(key)
 
     def next_change(self) -> asyncio.Event:

@@ -212,7 +212,7 @@ class Quorum:
         return since, sorted((until for _, until in found), reverse=True)[needed - 1]
 
     def _supports(self, view: _View, key: str, now: float) -> tuple[float, float] | None:
-        """Since when and until when a router supports this one, if it does."""
+        """The times from and until which a router supports this one, if it does."""
         is_chosen = partial(self._is_chosen, key)
         until, since, (joins, surely_joined) = view.until, math.inf, view.joins
         changes: list[tuple[float, frozenset[str]]] = list(view.changes)

@@ -76,7 +76,7 @@ class Placer:
         return self._predicting.cache_view(worker.record.process)
 
     def reasons(self, request: RoutingRequest) -> list[str]:
-        """Why each worker that cannot run the request is left out."""
+        """The reason for each worker that cannot run the request."""
         prefill = self._filter(_constraints("prefill", request))
         decode = self._filter(_constraints("decode", request))
         lines = [*_left_out("prefill", prefill), *_left_out("decode", decode)]
@@ -235,7 +235,7 @@ class _Usual(NamedTuple):
 
 
 def _left_out(role: str, filtered: Filtered[WorkerHandle]) -> Iterator[str]:
-    """Why workers of the role were rejected."""
+    """The reasons for which workers of the role were rejected."""
     other_roles = f"has no {role} role"
     return (f"{role} {worker.record.worker_id}: {why}" for worker, why in filtered.others if why != other_roles)
 

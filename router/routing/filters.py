@@ -63,7 +63,7 @@ class Filtered(Generic[W]):
         return tuple(Rejected(worker.record.worker_id, reason) for worker, reason in self.others)
 
     def reasons(self) -> str:
-        """Why each rejected worker was rejected, as one line."""
+        """The reason for each rejected worker, as one line."""
         return "; ".join(f"{one.worker_id}: {one.reason}" for one in self.rejected) or "none is registered"
 
 
@@ -106,7 +106,7 @@ def filter_workers(workers: Sequence[W], constraints: Constraints) -> Filtered[W
 
 
 def rejection_reason(worker: WorkerView, constraints: Constraints) -> str:
-    """Why a worker is not eligible; empty if it is."""
+    """The reason that a worker is not eligible; empty if it is."""
     record = worker.record
     if record.model != constraints.model:
         return f"serves {record.model}"

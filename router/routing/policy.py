@@ -63,7 +63,7 @@ class WorkerView(Protocol):
 
     @property
     def problem(self) -> str:
-        """Why it cannot be used now; empty if it is ready."""
+        """The reason that it cannot be used now; empty if it is ready."""
 
     @property
     def embedding_layout(self) -> str:

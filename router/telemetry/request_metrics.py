@@ -51,7 +51,7 @@ class TokenLatencies:
 
     @property
     def single(self) -> Series | None:
-        """Where tokens that come alone are counted, once nothing else is left to count; None before that."""
+        """The counter of tokens that come alone, once nothing else is left to count; None before that."""
         return self._inter_token if self._is_settled else None
 
     def observe(self, seconds: float, tokens: int) -> None:

@@ -1,4 +1,4 @@
-"""Where a request's time went: the router's stages, the stages that workers report, and the unattributed rest."""
+"""A request's time by its parts: the router's stages, the stages that workers report, and the unattributed rest."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager

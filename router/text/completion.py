@@ -29,7 +29,7 @@ class TokenDelta:
 
 @dataclass(frozen=True, slots=True)
 class Finish:
-    """Why the output ended, and the stop string or token that ended it."""
+    """The reason for the output's end, and the stop string or token that ended it."""
 
     reason: sampling_pb2.FinishReason.ValueType
     stop_string: str = ""

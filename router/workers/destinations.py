@@ -91,7 +91,7 @@ _LEAST_PATIENCE_SECONDS = 0.05
 
 
 def prefix_source(placement: Placement[WorkerHandle], worker: WorkerHandle) -> handoff_pb2.PrefixSource | None:
-    """Where this worker is to pull the beginning of the prompt from; None if it is to compute it, or not to run it."""
+    """The source of the prompt's beginning for this worker; None if it is to compute it, or not to run it."""
     prediction = placement.prediction
     if prediction is None or prediction.load.peer is None or prediction.runs_on is not worker:
         return None

@@ -109,7 +109,7 @@ class WorkerHandle:
 
     @property
     def problem(self) -> str:
-        """Why it cannot be used now; empty if it is ready."""
+        """The reason that it cannot be used now; empty if it is ready."""
         return self.health.problem
 
     @property

@@ -41,7 +41,7 @@ class LoraWorker(Protocol):
 
     @property
     def problem(self) -> str:
-        """Why it cannot be used now; empty if it is ready."""
+        """The reason that it cannot be used now; empty if it is ready."""
 
 
 async def watch_loras(

@@ -154,7 +154,7 @@ class Access:
         return caller
 
     def refusal(self, method: str, context: Headers) -> Unauthenticated | PermissionDenied | None:
-        """Why the caller may not call the method; None if it may."""
+        """The reason why the caller may not call the method; None if it may."""
         if self.is_open(method):
             return None
         try:

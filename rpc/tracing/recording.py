@@ -1,7 +1,6 @@
 """A recorded span until it ends, when it becomes one of OpenTelemetry's and is exported.
 
-Not the SDK's spans, which are thread-safe and check each attribute: ours belong to one event loop, and cost a third
-(benchmarks/telemetry/trace_overhead.py).
+Not the SDK's spans, which are thread-safe and check each attribute: ours belong to one event loop, and cost a third.
 
 Errors, as a span records them.
 

@@ -7,7 +7,7 @@ from services.engines.prompt import Retained
 
 
 class FinishReason(enum.Enum):
-    """Why an engine ended a request; stop strings are the router's. One that has yielded goes on elsewhere."""
+    """An engine's reason to end a request; stop strings are the router's. One that has yielded goes on elsewhere."""
 
     END_OF_SEQUENCE = "end_of_sequence"
     STOP_TOKEN = "stop_token"

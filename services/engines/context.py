@@ -27,7 +27,7 @@ class EngineConfig(Section):
         return False
 
     def why_not_kept(self, *, kv: bool) -> str:
-        """Why its weights, or `kv`, cannot outlive its process, with the key that says so; empty if they can."""
+        """The reason that its weights, or `kv`, cannot outlive its process, with its key; empty if they can."""
         del kv
         return f"engine.kind: the engine {self.kind} keeps neither weights nor KV"
 

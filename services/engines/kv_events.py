@@ -10,7 +10,7 @@ from runtime.aio import timeout
 
 
 class KvTier(enum.IntEnum):
-    """Where a cached block is; a greater one is slower. Equal to the enum of the protocol."""
+    """The tier of a cached block; a greater one is slower. Equal to the enum of the protocol."""
 
     DEVICE = 1
     HOST = 2

@@ -29,7 +29,7 @@ class Ending:
 
     @property
     def cause(self) -> str:
-        """Why it ended, in one word: hang, the signal's name, or exit."""
+        """The reason for its end, in one word: hang, the signal's name, or exit."""
         if self.hung:
             return "hang"
         return _name(-self.code) if self.code < 0 else "exit"

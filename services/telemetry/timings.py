@@ -84,7 +84,7 @@ class CallClock:
         self._peer = FromTiers(peer=num_tokens, peer_seconds=timing.seconds, peer_has_none=peer_has_none)
 
     def origins(self, below: FromTiers, cached_tokens: int) -> FromTiers:
-        """Where the cached tokens of the prompt were: below the pool, as the engine says, and at a peer."""
+        """The places of the prompt's cached tokens: below the pool, as the engine says, and at a peer."""
         peer = min(self._peer.peer, max(0, cached_tokens - below.host - below.disk))
         return replace(self._peer, host=below.host, disk=below.disk, peer=peer)
 

@@ -68,7 +68,7 @@ class ReadGuard(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Exposure:
-    """Where and for whom a pool is offered. `tls` encrypts connections; mutual TLS admits workers only."""
+    """The address and the readers of a pool. `tls` encrypts connections; mutual TLS admits workers only."""
 
     listen_host: str
     advertised_host: str

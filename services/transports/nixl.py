@@ -111,7 +111,7 @@ class NixlTransport(Transport):
         raise TransportUnavailable(f"{', then '.join(refused)}; the log of UCX says more")
 
     def _stagings(self) -> list[Callable[[PoolShape], Staging]]:
-        """Where bytes may arrive. An owner's agent does not say where its pool is: it refuses the other kind."""
+        """Places for the bytes. An owner's agent does not say where its pool is: it refuses the other kind."""
         memory = self._memory
         return [partial(GpuStaging, memory), HostStaging] if isinstance(memory, StagingDeviceMemory) else [HostStaging]
 

@@ -80,7 +80,7 @@ class Reading:
 
 
 class Staging(Protocol):
-    """Where bytes arrive. It is private: a read that was given up may still write into it."""
+    """The memory in which bytes arrive. It is private: a read that was given up may still write into it."""
 
     @property
     def rows(self) -> int:
@@ -88,7 +88,7 @@ class Staging(Protocol):
 
     @property
     def area(self) -> Area:
-        """Where it is."""
+        """Its address."""
 
     def make_current(self) -> None:
         """Prepares the calling thread for reads into it."""

@@ -1,4 +1,4 @@
-"""When the clients make a call again."""
+"""The clients' retries."""
 
 import asyncio
 from collections.abc import AsyncIterator, Callable

@@ -17,7 +17,7 @@ Result = TypeVar("Result")
 
 
 async def on(cluster: SmallCluster, use: Callable[[Client], Result]) -> Result:
-    """What `use` returns, called in a thread with a client of the cluster."""
+    """The result of `use`, called in a thread with a client of the cluster."""
 
     def run() -> Result:
         with Client(cluster.address) as client:

@@ -1,4 +1,4 @@
-"""What routing policies make of traces in simulated time: the policies and their indexes are real."""
+"""Routing policies on traces in simulated time: the policies and their indexes are real."""
 
 import random
 from functools import cache

@@ -39,7 +39,7 @@ asyncio.run(main())
 
 
 class Kept:
-    """What a keeper has reported of its one process."""
+    """A keeper's report of its one process."""
 
     def __init__(self) -> None:
         self.states: list[ProcessState] = []

@@ -1,4 +1,4 @@
-"""What attacks on a server cost it until they are ended, and what other clients feel of them."""
+"""The cost of attacks on a server until they are ended, and their effect on other clients."""
 
 import asyncio
 from collections.abc import Iterator

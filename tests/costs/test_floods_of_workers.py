@@ -1,4 +1,4 @@
-"""What the flood of a hostile worker costs a router until the connection is closed."""
+"""The cost to a router of a hostile worker's flood, until the connection is closed."""
 
 import pytest
 from support.calibration import here

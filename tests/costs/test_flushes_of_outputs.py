@@ -1,4 +1,4 @@
-"""How often a connection is written to for the tokens of a step: once, for all of its calls."""
+"""A connection is written to once for the tokens of a step, for all of its calls."""
 
 from support.running_calls import Calls, Sink
 

@@ -1,4 +1,4 @@
-"""What a router's process has made by the time it serves is not looked at by each full garbage collection."""
+"""Full garbage collections do not look at what a router's process has made by the time it serves."""
 
 import subprocess
 import sys

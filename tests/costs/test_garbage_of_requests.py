@@ -1,4 +1,4 @@
-"""What a request leaves behind for the garbage collector, however it ends: nothing."""
+"""A request leaves nothing behind for the garbage collector, however it ends."""
 
 import asyncio
 import re

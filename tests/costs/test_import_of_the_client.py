@@ -1,4 +1,4 @@
-"""How long a program waits for the client library."""
+"""The time of importing the client library."""
 
 import subprocess
 import sys

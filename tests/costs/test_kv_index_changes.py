@@ -1,4 +1,4 @@
-"""How long one change holds the index of KV blocks."""
+"""The time for which one change holds the index of KV blocks."""
 
 import random
 import time

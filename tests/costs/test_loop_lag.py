@@ -1,4 +1,4 @@
-"""How late a router's event loop is while it streams."""
+"""The lateness of a router's event loop while it streams."""
 
 import argparse
 import asyncio

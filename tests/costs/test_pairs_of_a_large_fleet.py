@@ -1,4 +1,4 @@
-"""How the search for pairs of workers grows with the fleet."""
+"""The search for pairs of workers, as the fleet grows."""
 
 from dataclasses import replace
 

@@ -1,4 +1,4 @@
-"""What a request costs the quotas, with many tenants beside its own."""
+"""The cost of a request to the quotas, with many tenants beside its own."""
 
 import statistics
 import time
@@ -18,7 +18,7 @@ async def serve(which: Quotas, name: str) -> None:
 
 async def test_names_that_are_made_up_cost_a_request_the_same_however_many_there_are() -> None:
     async def seconds_for(count: int) -> float:
-        """What a new tenant costs, after so many that all owe something."""
+        """The cost of a new tenant, after so many that all owe something."""
         default = QuotaConfig(requests_per_second=0.001, burst_seconds=1000)
         which = Quotas(QuotasConfig(default=default), ManualClock())
         for number in range(count):

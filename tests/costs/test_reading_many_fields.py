@@ -1,4 +1,4 @@
-"""What the event loop does itself of the reading of a large request."""
+"""The event loop's own part in the reading of a large request."""
 
 import time
 from concurrent.futures import ThreadPoolExecutor

@@ -39,7 +39,7 @@ class Seen:
 
 @dataclass(frozen=True)
 class Sum:
-    """What a request costs at one place, by terms, and the work that the place of the prompt was given."""
+    """The cost of a request at one place, by terms, and the work that the place of the prompt was given."""
 
     prefill: tuple[str, int] | None  # worker and rank
     decode: tuple[str, int]

@@ -56,7 +56,7 @@ def leaves(value: object) -> Iterator[Pattern]:
 
 
 def words(pattern: Pattern) -> set[str]:
-    """What the pattern's literal parts say, and a character of each of its classes."""
+    """The pattern's literal parts, and a character of each of its classes."""
     found: set[str] = set()
     collect(parser.parse(pattern.pattern, pattern.flags), found)
     return {word for word in found if word} | {" ", "a", "1"}

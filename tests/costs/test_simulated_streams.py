@@ -1,4 +1,4 @@
-"""What the simulated engine costs a token: load tests run many of them beside what they measure."""
+"""The cost of a token to the simulated engine: load tests run many of them beside what they measure."""
 
 import asyncio
 import time

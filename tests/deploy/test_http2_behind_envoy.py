@@ -1,4 +1,4 @@
-"""What many clients do on the one connection that Envoy has to a router on our own HTTP/2."""
+"""Many clients on the one connection that Envoy has to a router on our own HTTP/2."""
 
 import asyncio
 from collections.abc import AsyncIterator

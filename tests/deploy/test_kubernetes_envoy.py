@@ -101,6 +101,6 @@ def pre_stop(container: Any, envoy: Envoy) -> list[str]:
 
 
 async def told_to_go(envoy: Envoy) -> int:
-    """How many connections were."""
+    """The number of connections."""
     stat = await fetch(f"http://{envoy.admin}/stats?filter=http.clients.downstream_cx_drain_close")
     return int(stat.rpartition(b" ")[2])

@@ -1,4 +1,4 @@
-"""What `deploy/kubernetes` and its overlays would apply: valid in every supported Kubernetes, and by our policy."""
+"""The manifests of `deploy/kubernetes` and its overlays: valid in every supported Kubernetes, and by our policy."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""What `baton doctor` says of GPUs: of reports in PyTorch's own form, and of this machine."""
+"""Findings of `baton doctor` about GPUs: of reports in PyTorch's own form, and of this machine."""
 
 import json
 

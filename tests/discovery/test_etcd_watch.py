@@ -243,7 +243,7 @@ async def test_with_three_members_a_frozen_leader_costs_seconds(tmp_path: Path, 
 
 
 def is_leader(member: EtcdServer) -> bool:
-    """Whether it leads its cluster."""
+    """True if it leads its cluster."""
     fields = dict(
         line.split(" : ", 1) for line in member.control("endpoint", "status", "-w=fields").splitlines() if " : " in line
     )

@@ -1,4 +1,4 @@
-"""What every registry does: in memory, in a folder and in a real etcd."""
+"""The contract of every registry: in memory, in a folder and in a real etcd."""
 
 import time
 from collections.abc import AsyncIterator, Callable

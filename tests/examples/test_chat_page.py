@@ -32,7 +32,7 @@ class QuietHandler(SimpleHTTPRequestHandler):
 
 @pytest.fixture(scope="module")
 def site() -> Iterator[str]:
-    """Where the built page is served."""
+    """The address of the built page."""
     chromium()
     Program("web", (), ("node", "npm")).build()
     handler = functools.partial(QuietHandler, directory=str(EXAMPLES / "web"))

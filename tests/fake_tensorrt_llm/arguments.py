@@ -155,7 +155,7 @@ _Discriminated: Any = Annotated[Union[tuple(_NAMED.values())], Field(discriminat
 
 
 class _LlmArgs(Strict):
-    """What AutoDeploy takes too."""
+    """The arguments that AutoDeploy takes too."""
 
     model: str
     tokenizer: str | Tokenizer | None = None

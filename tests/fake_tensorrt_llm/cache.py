@@ -27,11 +27,11 @@ class PrefixCache:
 
     @property
     def is_reported(self) -> bool:
-        """Whether there are events."""
+        """True if there are events."""
         return self._is_on and self._max_events > 0
 
     def reused(self, meaning: tuple[int, ...], salt: str | None) -> int:
-        """How many whole blocks of a prompt are here; its last token is always computed."""
+        """The number of a prompt's whole blocks that are here; its last token is always computed."""
         count = 0
         while self._is_on and (count + 1) * self._block_tokens < len(meaning):
             if (salt, meaning[: (count + 1) * self._block_tokens]) not in self._blocks:

@@ -1,4 +1,4 @@
-"""How KV gets from one process to another: by a file for each prompt, which the process that fetches it removes."""
+"""The way of KV from one process to another: by a file for each prompt, which the process that fetches it removes."""
 
 import contextlib
 import json
@@ -31,7 +31,7 @@ class FileFabric:
         return tuple(found["meaning"]) if _is_alive(found["owner"]) else None
 
     def has(self, number: int) -> bool:
-        """Whether it was not fetched yet."""
+        """True if it was not fetched yet."""
         return (self._folder / str(number)).exists()
 
     def withdraw(self, number: int) -> None:

@@ -1,4 +1,4 @@
-"""How slow the stand-in is, and when it breaks: set by tests that start it in a process of its own."""
+"""The stand-in's slowness and breakage: set by tests that start it in a process of its own."""
 
 import json
 import os

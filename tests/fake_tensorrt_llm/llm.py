@@ -79,12 +79,12 @@ class LLM:
 
     @property
     def is_busy(self) -> bool:
-        """Whether anything is in its batch."""
+        """True if anything is in its batch."""
         return bool(self._batch)
 
     @property
     def iterations(self) -> int:
-        """How many steps with work there were."""
+        """The number of steps with work."""
         return self._queues.iteration
 
     def shutdown(self) -> None:
@@ -237,7 +237,7 @@ class LLM:
         request.computed_at = time.monotonic() + self._knobs.prompt_seconds * len(key) / 1000
 
     def _ready(self, request: RequestOutput) -> bool:
-        """Whether its KV has arrived. If it never does, no request behind it runs either."""
+        """True if its KV has arrived. If it never does, no request behind it runs either."""
         if request.kind != "generation_only" or request.fetched:
             return True
         if time.monotonic() - request.fetching_since < self.fetch_seconds:
@@ -333,7 +333,7 @@ class LLM:
         output.disaggregated_params = self.params_type(**known)
 
     def _location(self, request: RequestOutput) -> dict[str, Any]:
-        """Where the KV is: by an opaque state, or with the Python transceiver by an endpoint and a rank."""
+        """The KV's location: by an opaque state, or with the Python transceiver by an endpoint and a rank."""
         if getattr(self.args.cache_transceiver_config, "transceiver_runtime", None) == "PYTHON":
             return {"ctx_info_endpoint": "tcp://127.0.0.1:5555", "ctx_dp_rank": request.rank}
         return {"opaque_state": b"\x00state of " + self.table.version.encode()}

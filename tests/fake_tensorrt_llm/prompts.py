@@ -1,4 +1,4 @@
-"""How the stand-in reads prompts: ids as they are, or text whose images come by handles."""
+"""The stand-in's prompts: ids as they are, or text whose images come by handles."""
 
 import hashlib
 import json
@@ -46,7 +46,7 @@ class PromptReader:
         return Read(ids, tuple(handles), tuple(map(tuple, handoff.multimodal_hashes)))
 
     def opened(self, read: Read) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """What answers follow from and what blocks are found by: what images show, and their hashes, in their place."""
+        """The ids of answers and of blocks: with what images show, and their hashes, in the images' place."""
         shown = [row for handle in read.handles for row in _rows(handle)]
         named = [
             _number(repr((eight, row)).encode())

@@ -60,7 +60,7 @@ class RequestOutput:
         self.put()
 
     def report(self) -> None:
-        """What it took."""
+        """The arguments that it took."""
         output = self.outputs[0]
         # Blocks are counted once for each attention window.
         cache = SimpleNamespace(num_reused_blocks=2 * self.reused_blocks)

@@ -32,7 +32,7 @@ class Queues:
 
 
 class IterationResult:
-    """How 1.2 reads a queue: until it has been empty for a timeout, and then nothing until the next submission."""
+    """A queue as 1.2 reads it: until it has been empty for a timeout, then nothing until the next submission."""
 
     def __init__(self, told: list[dict[str, Any]]) -> None:
         self._told = told
@@ -72,7 +72,7 @@ class Executor:
 
 
 def taken(told: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """How later versions read a queue: all that is there, at once."""
+    """A queue as later versions read it: all that is there, at once."""
     found = told[:]
     del told[: len(found)]
     return found

@@ -1,4 +1,4 @@
-"""What each version accepts and does: one table a version, resting on upstream source that was read.
+"""The behaviour of each version: one table a version, resting on upstream source that was read.
 
 Upstream's repository could not be had whole, so the exact release of most files is not known. 1.2.0 is of files from
 the time of its release candidates; 1.3.0rc5 stands for early candidates of 1.3, 1.3.0rc29 for late ones, and

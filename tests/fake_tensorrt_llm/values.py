@@ -31,7 +31,7 @@ class CompletionOutput:
 
 @dataclass(slots=True, kw_only=True)
 class SchedulingParams:
-    """Where a request is to run."""
+    """The place at which a request is to run."""
 
     attention_dp_rank: int | None = None
     attention_dp_relax: bool | None = None

@@ -103,7 +103,7 @@ async def test_a_killed_decode_goes_on_with_the_same_sampling(shared_etcd: EtcdS
 
 
 def cells() -> list[Cell]:
-    """What can be done to an engine that takes no fault plans: at the steps that last by themselves."""
+    """The faults of an engine that takes no fault plans: at the steps that last by themselves."""
     steps: tuple[Step, ...] = ("prefilling", "decoding")
     by_process: tuple[Disturbance, ...] = ("kill", "pause", "cut", "freeze")
     by_client: tuple[Disturbance, ...] = ("leave", "deadline", "cancel")

@@ -23,7 +23,7 @@ ENGINE = "engine={kind: simulated, name: demo, num_blocks: 2048, block_bytes: 10
 
 
 async def until_registered(etcd: EtcdServer, namespace: str, fleet: Fleet) -> float:
-    """How long it took until every worker was in the registry."""
+    """The time until every worker was in the registry."""
     started = time.monotonic()
     async with (
         EtcdRegistry(EtcdConfig(endpoints=(etcd.endpoint,)), namespace, 10.0) as registry,
@@ -106,7 +106,7 @@ async def test_one_of_three_members_may_die_or_hang(tmp_path: Path) -> None:
 
 
 async def restarted(fleet: Fleet, name: str) -> float:
-    """How long it took until a worker that was ended and started again was sent work."""
+    """The time until a worker that was ended and started again was sent work."""
     node = fleet.nodes[name]
     assert await node.terminate() == 0
     started = time.monotonic()

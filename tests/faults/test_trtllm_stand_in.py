@@ -35,7 +35,7 @@ SLOW = {
 
 
 def cells(slow: str) -> list[Cell]:
-    """What can be done to an engine that takes no fault plans: at the steps that last by themselves."""
+    """The faults of an engine that takes no fault plans: at the steps that last by themselves."""
     if not FULL:
         return [
             Cell("prefill", "prefilling", "kill"),

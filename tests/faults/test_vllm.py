@@ -70,7 +70,7 @@ async def _tried(running: Fleet, title: str, cells: list[Cell]) -> None:
 
 
 def _line(report: Report) -> str:
-    """What is known of a long run while it goes on."""
+    """The progress of a long run."""
     cell, ends = report.cell, dict(report.ends)
     return f"{cell.target} {cell.step} {cell.disturbance}: {ends}, {report.blocks} blocks left {list(report.faults)}"
 

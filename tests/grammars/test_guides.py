@@ -1,4 +1,4 @@
-"""What is wrong with a grammar is named before any model sees it."""
+"""The fault of a grammar is named before any model sees it."""
 
 import json
 

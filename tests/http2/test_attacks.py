@@ -1,4 +1,4 @@
-"""What is known to have brought HTTP/2 servers down: each attack is ended, with its reason, in bounded memory."""
+"""Attacks that have brought HTTP/2 servers down: each attack is ended, with its reason, in bounded memory."""
 
 from collections.abc import Iterator
 

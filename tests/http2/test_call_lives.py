@@ -1,4 +1,4 @@
-"""What a servicer sees of its call, and how calls end: by their caller, by their deadline, with their connection."""
+"""A servicer's view of its call, and the ends of calls: by their caller, by their deadline, with their connection."""
 
 import asyncio
 import contextvars

@@ -1,4 +1,4 @@
-"""What a hostile or broken worker does to a router: each flood ends the connection soon, with a status."""
+"""A hostile or broken worker against a router: each flood ends the connection soon, with a status."""
 
 import asyncio
 import time
@@ -50,7 +50,7 @@ async def test_announcements_before_an_answer_are_left_out() -> None:
 
 
 async def silenced(answer: bytes, limits: Http2Limits, **more: float) -> tuple[StatusCode, str]:
-    """How a call ends that is answered so, and then by silence; a writer that waits must not wait for ever."""
+    """The end of a call that is answered so, and then by silence; a writer that waits must not wait for ever."""
     gone = asyncio.Event()
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:

@@ -51,7 +51,7 @@ async def serving(
 
 @dataclass(slots=True)
 class Taken:
-    """What a call has received: the messages of its answers."""
+    """The messages that a call has received."""
 
     messages: list[bytes] = field(default_factory=list)
 
@@ -289,7 +289,7 @@ def own(authority: Authority, name: str, *hosts: str, ca: Path | None = None) ->
 
 
 async def echoed(kind: ServerKind, server_tls: TlsConfig | None, tls: TlsConfig, server_name: str = "") -> list[bytes]:
-    """What comes back of a message through TLS. Raises ConnectFailed."""
+    """The reply to a message through TLS. Raises ConnectFailed."""
     taken = Taken()
     async with (
         serving(kind, echo, server_tls) as server,

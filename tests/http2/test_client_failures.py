@@ -37,7 +37,7 @@ Frames = Sequence["Frame | bytes"]
 
 @dataclass(frozen=True, slots=True)
 class Ended:
-    """How a call has ended, the messages before that, and the frames that the server got."""
+    """The end of a call, the messages before that, and the frames that the server got."""
 
     status: Status
     messages: list[bytes]
@@ -73,7 +73,7 @@ async def answering(
 
 
 async def call(script: Callable[[Peer], Frames], *, closes: bool = False) -> Ended:
-    """What becomes of a call that is answered so."""
+    """The end of a call that is answered so."""
     messages: list[bytes] = []
     async with timeout(60), answering(script, closes=closes) as (address, peers):
         async with open_call(ServerAddress(address), PATH, messages.append, _LIMITS) as made:

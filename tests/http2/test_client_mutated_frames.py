@@ -36,7 +36,7 @@ class Conversation:
     connections: "weakref.WeakSet[ClientConnection]" = field(default_factory=weakref.WeakSet)
 
     async def answered(self, data: bytes, cuts: list[int]) -> tuple[Status, Pipe]:
-        """How the call has ended, which writes much more than the windows allow."""
+        """The end of a call that writes much more than the windows allow."""
         connection = ClientConnection(HEAD, self.messages.append, DEFAULT_LIMITS)
         self.connections.add(connection)
         writing: list[asyncio.Task[None]] = []

@@ -17,7 +17,7 @@ print(limit())
 
 
 def with_limits(soft: int, hard: int) -> str:
-    """What a process prints that has these limits."""
+    """The output of a process that has these limits."""
     done = subprocess.run(
         [sys.executable, "-c", REPORT],
         capture_output=True,

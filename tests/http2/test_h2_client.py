@@ -52,7 +52,7 @@ class Client:
         return data, {str(name): str(value) for name, value in trailers.headers}
 
     async def receive(self) -> None:
-        """What has come."""
+        """The frames that have come."""
         for event in self.h2.receive_data(await self._reader.read(65_536)):
             if isinstance(event, DataReceived):
                 self.h2.acknowledge_received_data(event.flow_controlled_length, event.stream_id)

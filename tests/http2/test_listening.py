@@ -1,4 +1,4 @@
-"""Where a server listens, and how its start and its end can be interrupted."""
+"""A server's listening, and the interruption of its start and of its end."""
 
 import asyncio
 import socket

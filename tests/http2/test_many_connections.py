@@ -41,7 +41,7 @@ async def crowd(server: ServerProcess, size: int) -> AsyncGenerator[list[socket.
 
 
 def closed(each: socket.socket) -> bytes | None:
-    """What the server said at the end; None if it has not closed the connection."""
+    """The server's last words; None if it has not closed the connection."""
     said = b""
     with suppress(BlockingIOError, ConnectionError):
         while piece := each.recv(65_536):

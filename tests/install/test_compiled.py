@@ -1,4 +1,4 @@
-"""What `make wheel COMPILED=1` compiles, as far as it can be told without compiling; `make compiled` tests the rest."""
+"""The modules that `make wheel COMPILED=1` compiles, as far as it is known without compiling; see `make compiled`."""
 
 import ast
 import re

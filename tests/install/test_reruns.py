@@ -36,7 +36,7 @@ def test_passes():
 
 
 def options_of_ci() -> list[str]:
-    """What `make test` adds to pytest in CI."""
+    """The options that `make test` adds to pytest in CI."""
     # Not as a part of the `make test` that may be running these tests.
     environment = {key: value for key, value in os.environ.items() if not key.startswith(("MAKE", "MFLAGS"))}
     command = ["make", "--dry-run", "test", "CI=true", "JOBS=2", "TESTS=SUITE"]

@@ -1,4 +1,4 @@
-"""How long a peer may be silent: connections bear what probes find."""
+"""The silence that a peer may keep: connections bear what probes find."""
 
 from baton.connection.settings import KEEPALIVE_OPTIONS
 from baton_http2.limits import Http2Limits, ServerLimits

@@ -1,4 +1,4 @@
-"""Why a caller has left: of its own will, or because its deadline passed."""
+"""The reason that a caller has left: of its own will, or because its deadline passed."""
 
 import pytest
 

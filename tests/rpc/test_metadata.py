@@ -11,7 +11,7 @@ from rpc.metadata import remaining_seconds
 
 
 async def remaining(timeout: float | None) -> float | None:
-    """What the server of a call with this timeout is told."""
+    """The time left that the server of a call with this timeout is told."""
     found: list[Any] = []
 
     async def get_model(request: object, context: aio.ServicerContext) -> model_pb2.GetModelResponse:

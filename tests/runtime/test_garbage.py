@@ -21,7 +21,7 @@ FEW_OBJECTS = 60_000
 
 @pytest.fixture
 def looked_at() -> Iterator[list[int]]:
-    """How many objects each collection has looked at, at most, while they are as rare as in the project's processes."""
+    """The most objects that a collection has looked at, while they are as rare as in the project's processes."""
 
     def count(phase: str, info: dict[str, int]) -> None:
         if phase == "start":
@@ -82,7 +82,7 @@ class Process:
         self.collections = FullCollections(self.clock, lambda: self.megabytes * MEBIBYTE, lambda: self.computed)
 
     def collects(self, after: float) -> bool:
-        """Whether it has collected so many seconds later."""
+        """True if it has collected so many seconds later."""
         self.passes(after)
         before = gc.get_stats()[2]["collections"]
         has_collected = any(self.looks() for _ in range(garbage._LASTING_LOOKS))
@@ -98,7 +98,7 @@ class Process:
         self.computed += seconds * self.cpu_share
 
     def finds_what_was_exempt(self) -> bool:
-        """Whether it finds a cycle that was exempt while it was needed, when it collects."""
+        """True if it finds a cycle that was exempt while it was needed, when it collects."""
 
         class Cycle:
             pass
@@ -114,7 +114,7 @@ class Process:
 
 @pytest.fixture(autouse=True)
 def _few_objects() -> Iterator[None]:
-    """What the other tests have left would make each collection slow."""
+    """Leaves out what the other tests have left, which would make each collection slow."""
     gc.collect()
     gc.freeze()
     yield

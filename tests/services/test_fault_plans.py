@@ -1,4 +1,4 @@
-"""What a fault plan may say, and what it does to a request on a worker that allows it."""
+"""Fault plans, and their effect on a request on a worker that allows them."""
 
 import asyncio
 import signal
@@ -109,7 +109,7 @@ async def test_corrupt_kv_is_noticed(prefill: Running, decode: Running, plan: st
 
 
 async def ids_until_it_drops(decode: Running, request: decode_pb2.DecodeRequest, plan: str) -> list[int]:
-    """What came of a decode before it failed."""
+    """The tokens of a decode before it failed."""
     received: list[int] = []
     try:
         async for answer in stream(decode.calls.decodes.Decode(request, metadata=((FAULT_KEY, plan),))):

@@ -1,4 +1,4 @@
-"""How long tests wait for a process that starts: for as long as it gets on."""
+"""Tests wait for a process that starts for as long as it gets on."""
 
 import signal
 import subprocess

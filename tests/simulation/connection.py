@@ -33,7 +33,7 @@ class Pair:
 
     @property
     def active_at(self) -> float:
-        """When something was last sent on it."""
+        """The time of the last write to it."""
         return max(end._last_at for end in self.ends)
 
     def name_ends(self, ours: tuple[str, int], theirs: tuple[str, int]) -> None:

@@ -41,7 +41,7 @@ CLIENTS = ("client-0", "client-1", "client-2", "client-3")
 
 @dataclass(frozen=True)
 class Fleet:
-    """What runs, and how it is configured."""
+    """The processes of a run, and their configuration."""
 
     prefill: int = 2
     decode: int = 2
@@ -135,7 +135,7 @@ class Request:
 
 @dataclass(frozen=True)
 class Fault:
-    """What goes wrong from `at` on, for some seconds. `others` are the other side of a cut.
+    """A fault from `at` on, for some seconds. `others` are the other side of a cut.
 
     One with a `step` happens at the `count`-th such step, `at` seconds later, to the node that does it if it has no
     `target`.
@@ -313,7 +313,7 @@ def _longest_answer(fleet: Fleet, count: int) -> int:
 
 
 def _manners(draw: random.Random, tokens: int, rude: float, at_steps: float, *, is_kept: bool) -> dict[str, Any]:
-    """What a client does that does not just wait."""
+    """An act of a client that does not just wait."""
     if draw.random() > rude:
         return {"retries": draw.choice((0, 0, 2))}
     if draw.random() < at_steps:

@@ -1,4 +1,4 @@
-"""What the simulated engine has to generate, written again: each id is a function of the seed and all ids before."""
+"""The right ids of the simulated engine, written again: each id is a function of the seed and all ids before."""
 
 import hashlib
 import struct

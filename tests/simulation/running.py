@@ -21,7 +21,7 @@ Result = TypeVar("Result")
 
 @dataclass
 class Outcome:
-    """What a run has found."""
+    """The findings of a run."""
 
     plan: Plan
     digest: str = "-"

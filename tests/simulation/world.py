@@ -119,7 +119,7 @@ class World:
         return f"10.0.0.{(*fleet.workers, *fleet.router_names, *CLIENTS).index(name) + 1}"
 
     def address_of(self, router: str) -> str:
-        """Where clients reach a router, whichever of its processes takes their connection."""
+        """The address of a router for clients, whichever of its processes takes their connection."""
         return self.ip_of(self.plan.fleet.siblings(router)[0])
 
     @property
@@ -356,7 +356,7 @@ class World:
         return not self.unready()
 
     def unready(self) -> Sequence[str]:
-        """What is missing."""
+        """The part that is missing."""
         fleet = self.plan.fleet
         down = [name for name in (*self.workers, *fleet.router_names) if not self.is_up(name)]
         found = [f"{name} is down" for name in down]

@@ -98,7 +98,7 @@ def _named(name: str) -> x509.Name:
 
 
 def worker_tls(folder: Path, name: str = "w1") -> TlsConfig:
-    """What a worker listens and calls with, signed by an authority of its own."""
+    """The certificate with which a worker listens and calls, signed by an authority of its own."""
     authority = Authority(folder, f"authority of {name}")
     pair = authority.issue(name, uris=[f"baton://worker/{name}"])
     return TlsConfig(ca=authority.ca, cert=pair.cert, key=pair.key)

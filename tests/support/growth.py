@@ -1,4 +1,4 @@
-"""How the time of a computation grows with its input."""
+"""The growth of a computation's time with its input."""
 
 import time
 from collections.abc import Callable, Sequence

@@ -14,14 +14,14 @@ from services.keeper.messages import Answer, pair
 
 
 class KeepsHere:
-    """What a keeper holds; each engine gets a client of its own."""
+    """The holdings of a keeper; each engine gets a client of its own."""
 
     def __init__(self) -> None:
         self.kept = KeptDescriptors()
 
     @contextlib.contextmanager
     def memory(self, *, weights: bool = False, kv: bool = False, starts: int = 0) -> Iterator[KeptMemory]:
-        """What an engine is given, of a worker that was started so often before."""
+        """The context of an engine, of a worker that was started so often before."""
         own, end = pair()
         conversation = Conversation(own, self.kept, Answer(starts=starts), os.getpid())
         thread = threading.Thread(target=_serve, args=[conversation])

@@ -1,4 +1,4 @@
-"""How long the event loop was held in one piece, and what grew in one turn."""
+"""The longest turn of the event loop, and what grew in one turn."""
 
 import asyncio
 import time

@@ -14,7 +14,7 @@ from rpc.tracing.tracer import Tracer, recording
 
 @dataclass
 class Recorded:
-    """What was exported when its tracer was closed."""
+    """The spans that were exported when its tracer was closed."""
 
     spans: Sequence[ReadableSpan] = field(default_factory=tuple)
 

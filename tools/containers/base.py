@@ -43,7 +43,7 @@ def ensure(engine: Engine, name: str) -> None:
 
 
 def is_there(engine: Engine, name: str) -> bool:
-    """Whether the engine has an image of this name."""
+    """True if the engine has an image of this name."""
     return bool(engine.run("images", "--quiet", name).strip())
 
 

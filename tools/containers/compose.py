@@ -40,7 +40,7 @@ class Failed(Exception):
 
 @dataclass
 class Load:
-    """What became of the requests that were sent in the background."""
+    """The outcomes of the requests that were sent in the background."""
 
     completed: int = 0
     errors: list[str] = field(default_factory=list)

@@ -65,7 +65,7 @@ class Host:
         return self.exit_code()
 
     def exit_code(self) -> int:
-        """How its process ended: 128 and the signal's number, if that ended it."""
+        """Its process's exit status: 128 and the signal's number, if that ended it."""
         return int(self.engine.run("inspect", "--format", "{{.State.ExitCode}}", self.container))
 
     def exceed_memory(self) -> None:
@@ -75,7 +75,7 @@ class Host:
         subprocess.run(command, capture_output=True, env=self.engine.environment)
 
     def is_running(self) -> bool:
-        """Whether its process still runs."""
+        """True if its process still runs."""
         return self.engine.run("inspect", "--format", "{{.State.Running}}", self.container).strip() == "true"
 
     def address(self) -> str:

@@ -41,7 +41,7 @@ IMAGES = {"registry.example.com/baton:router": "baton:router", "registry.example
 
 @dataclass(frozen=True)
 class Answer:
-    """What came back from the router of a deployment, and from where."""
+    """The reply of a deployment's router, and its sender."""
 
     text: str
     address: str

@@ -56,7 +56,7 @@ class Project:
         return [*self.containers(), *networks, *self._owned("volume", "ls", "--format", "{{.Name}}")]
 
     def is_healthy(self, container: str) -> bool:
-        """Whether the container's health check passes now; true if it has none."""
+        """True if the container's health check passes now; true if it has none."""
         if self.engine.is_podman:
             return self._checked(container)
         state = self.engine.run("inspect", "--format", "{{if .State.Health}}{{.State.Health.Status}}{{end}}", container)
@@ -103,7 +103,7 @@ def open_project(engine: Engine, mode: str) -> Iterator[Project]:
 
 
 def services(mode: str) -> list[str]:
-    """What is started for a topology."""
+    """The containers of a topology."""
     named = [yaml.safe_load((FOLDER / name).read_text())["services"] for name in FILES[mode]]
     return [*PLATFORM, *(name for each in named for name in each)]
 

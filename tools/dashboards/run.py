@@ -69,7 +69,7 @@ class Recording:
         return f"{completed} requests completed, {failed} failed; decode-0 was killed at {self.fault_seconds:.0f} s"
 
     def query(self, expression: str) -> list[Series]:
-        """What Prometheus answers for the time of the load. Raises OSError for an expression that it refuses."""
+        """Prometheus's answer for the time of the load. Raises OSError for an expression that it refuses."""
         for variable, value in ALL_VARIABLES.items():
             expression = expression.replace(variable, value)
         span = {"start": self._begun, "end": self._begun + self._seconds, "step": STEP_SECONDS}

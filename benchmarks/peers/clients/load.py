@@ -1,4 +1,4 @@
-"""What one load is: streams or requests that a client sends, and the times at which their tokens come."""
+"""One load: streams or requests that a client sends, and the times at which their tokens come."""
 
 import asyncio
 import math
@@ -31,7 +31,7 @@ Result = TypeVar("Result")
 
 @dataclass(slots=True)
 class Answer:
-    """What came of one request. `arrivals` are the times of the reads or messages that brought tokens."""
+    """The outcome of one request. `arrivals` are the times of the reads or messages that brought tokens."""
 
     expected: int
     started: float = field(default_factory=time.perf_counter)
@@ -131,7 +131,7 @@ async def steady(client: LoadClient, model: str, number: int) -> Load:
 
 
 def stream_seconds(model: str) -> float:
-    """How long a paced stream takes, at its pace."""
+    """The duration of a paced stream, at its pace."""
     return TOKENS[model] * STEP_SECONDS[model]
 
 

@@ -20,7 +20,7 @@ class Sender(Protocol):
     """Sends prompts to one server."""
 
     async def first_token_seconds(self, prompt: Prompt) -> float:
-        """How long its first token takes. Raises OSError or grpc.RpcError if there is none."""
+        """The time of its first token. Raises OSError or grpc.RpcError if there is none."""
 
     async def close(self) -> None:
         """Closes the connection."""

@@ -1,4 +1,4 @@
-"""When the engines' steps were: they append the times to a file, and the client compares its arrivals with them.
+"""The times of the engines' steps: they append the times to a file, and the client compares its arrivals with them.
 
 Both clocks are CLOCK_MONOTONIC, which all processes of a machine share.
 """
@@ -16,7 +16,7 @@ _TIME = struct.Struct("=d")
 
 
 class StepLog:
-    """Where an engine notes its steps."""
+    """The file in which an engine records its steps."""
 
     def __init__(self, path: Path) -> None:
         self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
@@ -27,7 +27,7 @@ class StepLog:
 
 
 def since_steps(path: Path, arrivals: Seconds) -> Seconds:
-    """How long after the step before it each of these was. More than a step cannot be told from less."""
+    """The time between each of these steps and the one before. More than a step cannot be told from less."""
     steps = numpy.fromfile(path)
     before = numpy.searchsorted(steps, arrivals, side="right") - 1
     known = before >= 0

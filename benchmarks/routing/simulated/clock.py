@@ -29,7 +29,7 @@ class Time:
 
 @dataclass(frozen=True)
 class StepCosts:
-    """What the cluster's work takes."""
+    """The durations of the cluster's work."""
 
     tokens_per_second: float
     block_tokens: int

@@ -95,7 +95,7 @@ class Evaluation:
 
 
 def differences(outcome: Outcome, own: Outcome) -> tuple[int, float]:
-    """How many answers are other ones than the checkpoint's, and by how much log likelihoods differ at most."""
+    """The number of answers other than the checkpoint's, and the largest difference of log likelihoods."""
     pairs = [*zip(outcome.answers, own.answers, strict=True)]
     texts = sum(one != other for one, other in pairs if isinstance(one, str))
     numbers = [

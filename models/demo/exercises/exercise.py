@@ -24,7 +24,7 @@ class Exercise:
 
     @property
     def held_out(self) -> bool:
-        """Whether the exercise belongs to the evaluation, by a hash of its question and pictures."""
+        """True if the exercise belongs to the evaluation, by a hash of its question and pictures."""
         return crc32(f"{self.prompt}{self.scenes}".encode()) % HELD_OUT_SHARE == 0
 
 

@@ -71,7 +71,7 @@ def _once(values: Sequence[str]) -> list[str]:
 
 
 def is_there(random: Random, scene: Scene) -> Question:
-    """Whether there is a figure of one colour and shape; half of the answers are yes."""
+    """True if there is a figure of one colour and shape; half of the answers are yes."""
     name = random.choice((f"{random.choice(tuple(COLORS))} {random.choice(SHAPES)}", random.choice(scene.figures).name))
     return Question(f"Is there a {name}?", "yes" if any(figure.name == name for figure in scene.figures) else "no")
 

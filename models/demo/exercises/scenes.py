@@ -69,7 +69,7 @@ class Figure:
         return (red, green, blue)
 
     def is_apart_from(self, other: "Figure") -> bool:
-        """Whether there is a pixel between the circles around the two, and one is clearly to the right."""
+        """True if there is a pixel between the circles around the two, and one is clearly to the right."""
         across, down = self.x - other.x, self.y - other.y
         distance = math.hypot(across, down)
         return distance >= self.radius + other.radius + 1 and abs(across) >= _STEP_RIGHT and self.cell != other.cell

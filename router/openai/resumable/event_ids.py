@@ -57,7 +57,7 @@ class Origin:
 
     @property
     def text(self) -> str:
-        """As in ids."""
+        """The text, as ids have it."""
         return urlsafe_b64encode(_ORIGIN.pack(self.seed, self.created, self.name, self.request_crc)).decode()
 
 
@@ -91,7 +91,7 @@ class Position:
 
     @property
     def text(self) -> str:
-        """As in ids."""
+        """The text, as ids have it."""
         short = f"{self.tokens}.{self.text_bytes}.{self.text_crc:08x}"
         if self.reasoning_bytes or self.tool_calls or self.offset:
             short += f".{self.reasoning_bytes}.{self.reasoning_crc:08x}.{self.tool_calls}.{self.offset}"

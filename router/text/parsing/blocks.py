@@ -62,7 +62,7 @@ class GrowingArguments:
             return False
 
     def _scan(self, text: str) -> int:
-        """Where the arguments end, or what has come of them."""
+        """The end of the arguments, or what has come of them."""
         last = self._at
         for found in _STRUCTURE.finditer(text, self._at):
             last = found.end()

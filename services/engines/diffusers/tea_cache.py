@@ -22,7 +22,7 @@ Inputs = Mapping[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class _Kind:
-    """Where a class of transformers has its blocks, in order; what is compared from step to step, of the first one's
+    """The names of a class's blocks, in order, and what is compared from step to step, of the first one's
     inputs; and whether blocks return the states of the text before those of the picture.
     """
 

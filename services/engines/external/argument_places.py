@@ -32,7 +32,7 @@ class MergedArguments(Generic[Arguments]):
     sources: Mapping[str, str]
 
     def source(self, key: str) -> str:
-        """Where the value of this key comes from."""
+        """The origin of this key's value."""
         return self.sources.get(key, _DEFAULT)
 
     def describe(self) -> list[str]:

@@ -75,7 +75,7 @@ class DeviceStaging(Protocol):
 
     @property
     def area(self) -> DeviceArea:
-        """Where it is; the blocks follow one another. Valid as long as this object lives."""
+        """Its address; the blocks follow one another. Valid as long as this object lives."""
 
     def make_current(self) -> None:
         """Makes the GPU's context that of the calling thread."""

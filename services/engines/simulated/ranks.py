@@ -67,7 +67,7 @@ class SimulatedRanks:
 
     @property
     def failure(self) -> EngineFailed | None:
-        """Why the engine has failed; None if it has not."""
+        """The reason that the engine has failed; None if it has not."""
         return self.all[0].scheduler.failure
 
     def of_prompt(self, prompt: Prompt) -> SimulatedRank:

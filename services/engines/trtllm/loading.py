@@ -111,7 +111,7 @@ def _made(value: Any, package: Package) -> Any:
 
 
 def _speculative(section: SpeculativeArguments, package: Package) -> Any:
-    """Since 1.3 the key decoding_type selects the class. Version 1.2 does not know the key, and takes an object."""
+    """The key decoding_type selects the class, since 1.3. Version 1.2 does not know the key, and takes an object."""
     kind = getattr(package.llmapi, _SPECULATIVE[section.decoding_type], None)
     if kind is None:
         raise ConfigError(f"trtllm {package.version} has no speculative_config.decoding_type {section.decoding_type}")

@@ -45,7 +45,7 @@ def require_images(folder: Path, model: dict[str, Any]) -> ImageRules:
 
 
 def problem(model: dict[str, Any]) -> str:
-    """Why a model's images cannot be served; empty if they can."""
+    """The reason that a model's images cannot be served; empty if they can."""
     for architecture in model.get("architectures") or ():
         if architecture in _WITHOUT_ENCODER:
             return f"{architecture} has no encoder that runs alone"

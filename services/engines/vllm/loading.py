@@ -35,7 +35,7 @@ _STARTING = threading.Lock()
 
 @dataclass(frozen=True, slots=True)
 class EventEndpoints:
-    """Where a rank publishes its KV events, and where it sends old ones again."""
+    """The sockets at which a rank publishes its KV events and sends old ones again."""
 
     events: str
     replay: str

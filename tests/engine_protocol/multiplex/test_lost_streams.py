@@ -1,4 +1,4 @@
-"""What becomes of the calls of a shared stream that is lost, or that ends."""
+"""The calls of a shared stream that is lost, or that ends."""
 
 import asyncio
 from contextlib import AsyncExitStack

@@ -54,7 +54,7 @@ class Ended:
 
 
 async def finish(queue: ResponseQueue, tokens: CallTokens) -> None:
-    """What a servicer does after its last token: waits for others, says how it was, and ends."""
+    """The end of a servicer after its last token: it waits for others, says how it was, and ends."""
     await tokens.done
     queue.add(tokens.call, b"finished")
     await asyncio.sleep(0)

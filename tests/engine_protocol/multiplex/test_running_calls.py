@@ -1,4 +1,4 @@
-"""What comes for the calls of one stream: the tokens of a step, by the connections that they leave on."""
+"""Responses for the calls of one stream: the tokens of a step, by the connections that they leave on."""
 
 import pytest
 from support.running_calls import Calls

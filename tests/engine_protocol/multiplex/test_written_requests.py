@@ -1,4 +1,4 @@
-"""When the requests of a shared stream are written: one that comes alone at once, those after it together."""
+"""The writing of a shared stream's requests: one that comes alone at once, those after it together."""
 
 import asyncio
 from collections.abc import AsyncGenerator
@@ -37,7 +37,7 @@ class Peer:
 
     @property
     def starts(self) -> list[int]:
-        """How many calls each message begins."""
+        """The number of calls that each message begins."""
         return [len(message.starts) for message in self.written]
 
 

@@ -57,7 +57,7 @@ def seconds_of(prompt: int, answer: int) -> float:
 
 
 def run(fairness: Fairness, tenants: dict[str, Load], until: float = 600.0, seed: int = 1) -> Result:
-    """What became of the requests that came until then."""
+    """The outcomes of the requests that came until then."""
     clock, chance, result = ManualClock(), random.Random(seed), Result()
     start, queue, free = clock(), FairQueue(fairness, clock), PLACES
     events: list[tuple[float, int, tuple[str, int, int] | tuple[Ticket, int]]] = []

@@ -1,4 +1,4 @@
-"""How long a request would take, with workers and a clock that the test sets."""
+"""The predicted time of a request, with workers and a clock that the test sets."""
 
 import pytest
 from support.clock import ManualClock

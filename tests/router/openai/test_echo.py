@@ -29,7 +29,7 @@ async def choices(running: Bench, **fields: object) -> list[dict[str, Any]]:
 
 
 def scored(ids: list[int]) -> tuple[list[float], list[float]]:
-    """What the checkpoint gives each id from the second on, and what it gives the likeliest in its place."""
+    """The checkpoint's value for each id from the second on, and for the likeliest in its place."""
     model = LlavaForConditionalGeneration.from_pretrained(DEMO, dtype=torch.float32)
     with torch.inference_mode():
         logprobs = model(input_ids=torch.tensor([ids])).logits[0].log_softmax(-1)[:-1]

@@ -1,4 +1,4 @@
-"""What HTTP adds: paths and methods, bodies, and refusals."""
+"""The HTTP part: paths and methods, bodies, and refusals."""
 
 import asyncio
 import json

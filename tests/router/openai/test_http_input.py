@@ -1,4 +1,4 @@
-"""What a client may use of memory and time, and of connections, before its request to OpenAI's API is read."""
+"""The memory, time and connections that a client may use before its request to OpenAI's API is read."""
 
 import asyncio
 import json

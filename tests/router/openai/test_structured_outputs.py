@@ -44,7 +44,7 @@ class Pet(BaseModel):
 
 
 class Person(BaseModel):
-    """What a user of the package writes."""
+    """The code of a user of the package."""
 
     model_config = ConfigDict(extra="forbid")
     name: str = Field(max_length=8)

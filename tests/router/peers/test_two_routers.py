@@ -91,7 +91,7 @@ def with_quota(**quota: float) -> RouterConfig:
 
 
 async def accepted(attempt: Callable[[], object]) -> int:
-    """How many of fifty requests were within the quota."""
+    """The number of fifty requests that were within the quota."""
     count = 0
     for _ in range(50):
         try:

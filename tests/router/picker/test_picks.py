@@ -1,4 +1,4 @@
-"""What the endpoint picker chooses by, and what the router at that endpoint makes of it."""
+"""The endpoint picker's choice, and its use by the router at that endpoint."""
 
 import gzip
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""What keeping costs: nothing without it, and with it nothing for a token on the router and little on the worker."""
+"""The cost of keeping: nothing without it, and with it nothing for a token on the router and little on the worker."""
 
 import sys
 import threading

@@ -1,4 +1,4 @@
-"""How much work failures may cause: what a retry costs the budget, and how long it waits."""
+"""The work that failures may cause: a retry's cost to the budget, and its wait."""
 
 import asyncio
 import time

@@ -8,7 +8,7 @@ STEP_SECONDS = 0.02
 
 
 async def answered_by(running: Bench, count: int) -> list[str]:
-    """Where requests were decoded that were sent at the same time."""
+    """The decode workers of requests that were sent at the same time."""
     answers = await asyncio.gather(*(running.generate(prompt="abc", stopping={"max_tokens": 16}) for _ in range(count)))
     return [answer.finished.decode_worker_id for answer in answers]
 

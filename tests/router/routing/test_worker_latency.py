@@ -1,4 +1,4 @@
-"""How fast a worker computes, with a clock that the test sets."""
+"""The speed of a worker, with a clock that the test sets."""
 
 import random
 

@@ -51,7 +51,7 @@ class Client:
 
 @pytest.fixture
 def at_once(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whether the server can write at once, or waits while it writes."""
+    """True if the server can write at once; false if it waits while it writes."""
     monkeypatch.setattr(Client, "at_once", request.param)
 
 

@@ -51,7 +51,7 @@ class Client:
 
 @dataclass(frozen=True)
 class Options:
-    """What a request asks for, and how far its client may be behind."""
+    """The options of a request, and the distance by which its client may be behind."""
 
     stop: Sequence[str]
     stop_token_ids: Sequence[int]
@@ -106,7 +106,7 @@ async def sent(
     is_pushed: bool,
     general: list[int] | None = None,
 ) -> list[bytes]:
-    """What a client is sent of an answer whose later tokens are pushed into the lane, or put as those of responses.
+    """The messages to a client of an answer whose later tokens are pushed into the lane, or put as those of responses.
 
     `general` gets the tokens that are pushed and not plain.
     """

@@ -1,4 +1,4 @@
-"""How a worker's report divides the time of an attempt, and how timings fit into a trailer."""
+"""The division of an attempt's time by a worker's report, and timings in a trailer."""
 
 from google.protobuf.duration_pb2 import Duration
 

@@ -48,7 +48,7 @@ async def timed(running: Bench, **fields: Any) -> tuple[Sequence[StageTiming], f
 
 
 def check(timings: Sequence[StageTiming], first: float, total: float) -> None:
-    """What holds on any machine, however busy: parts of a client's time are no longer than all of it."""
+    """Checks that hold on any machine, however busy: parts of a client's time are no longer than all of it."""
     for timing in timings:
         assert 0 <= timing.before_first_token.ToNanoseconds() <= timing.duration.ToNanoseconds()
     assert nanoseconds(timings, "before_first_token") <= first * 1e9

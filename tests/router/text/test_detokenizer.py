@@ -47,7 +47,7 @@ def decoded_by(tokenizer: Tokenizer, chunks: list[list[int]], keep_special_token
 
 
 def pieces(tokenizer: Tokenizer, ids: list[int], keep_special_tokens: bool = False) -> list[str]:
-    """What is sent, one token at a time, and at the end."""
+    """The text sent, one token at a time, and at the end."""
     detokenizer = tokenizer.detokenizer(keep_special_tokens)
     return [detokenizer.push([token_id]) for token_id in ids] + [detokenizer.flush()]
 

@@ -25,7 +25,7 @@ Answer = Callable[[Any], Any]
 
 
 def card(**fields: Any) -> bytes:
-    """What GetModel answers for a model that chats, with these fields of its card replaced."""
+    """GetModel's answer for a model that chats, with these fields of its card replaced."""
     good = {"name": "demo", "tokenizer_json": _TOKENIZER, "chat_template": "{{ messages[0].content }}"}
     return worker_pb2.GetModelResponse(card=worker_pb2.ModelCard(**{**good, **fields})).SerializeToString()
 
@@ -51,7 +51,7 @@ async def publishing(running: Bench, answer: Answer) -> AsyncIterator[None]:
 
 
 async def problem_of(running: Bench, answer: Answer) -> str:
-    """What the router says of the worker once it has the answer. The others must be unharmed."""
+    """The router's word on the worker once it has the answer. The others must be unharmed."""
 
     def problem() -> str:
         return next((one.problem for one in running.cluster.workers if one.record.worker_id == "bad"), "")

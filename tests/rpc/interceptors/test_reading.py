@@ -168,7 +168,7 @@ def test_where_gzip_is_accepted_a_bomb_is_decompressed_up_to_the_limit_of_a_mess
 
 
 def read_bomb(reader: Reader) -> tuple[Any, float]:
-    """What becomes of 400 KB that stand for 400 MB, and how much memory it took."""
+    """The outcome of 400 KB that stand for 400 MB, and the memory that it took."""
     squeezer = zlib.compressobj(wbits=31)
     bomb = b"".join(squeezer.compress(bytes(MIB)) for _ in range(400)) + squeezer.flush()
     deserialize = reader.deserializer(model_pb2.GetModelRequest.FromString)

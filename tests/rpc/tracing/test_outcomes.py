@@ -1,4 +1,4 @@
-"""How spans record the outcome of a call."""
+"""The outcome of a call in spans."""
 
 import asyncio
 import json

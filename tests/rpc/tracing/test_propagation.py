@@ -23,7 +23,7 @@ SAMPLED, UNSAMPLED = f"00-{TRACE}-b7ad6b7169203331-01", f"00-{TRACE}-b7ad6b71692
 
 
 class Seen:
-    """What the inner server was called with."""
+    """The metadata with which the inner server was called."""
 
     def __init__(self) -> None:
         self.metadata: dict[str, Any] = {}

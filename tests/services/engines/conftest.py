@@ -1,4 +1,4 @@
-"""What the tests of several engines share."""
+"""The shared parts of the tests of several engines."""
 
 from collections.abc import AsyncIterator
 

@@ -69,7 +69,7 @@ async def test_a_lease_that_is_renewed_in_time_never_ends(engine: SimulatedEngin
 
 
 async def table_is_quiet(table: LeaseTable) -> tuple[Lease, ...]:
-    """What is held after all runnable tasks have run: the table then waits for its clock only."""
+    """The holdings after all runnable tasks have run: the table then waits for its clock only."""
     for _ in range(10):
         await asyncio.sleep(0)
     return table.held

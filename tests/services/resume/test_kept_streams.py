@@ -38,7 +38,7 @@ _OWNER = sha256(b"owner").digest()
 
 @dataclass
 class Reading:
-    """What one reader got."""
+    """The messages of one reader."""
 
     ids: list[int] = field(default_factory=list)
     attached: decode_pb2.DecodeAttached | None = None

@@ -1,4 +1,4 @@
-"""Who gets memory next, and who gives it back, as each worker decides for itself from the records of all."""
+"""Each worker decides for itself, from the records of all, which one gets memory next and which gives it back."""
 
 from collections.abc import Sequence
 from dataclasses import replace

@@ -44,7 +44,7 @@ def another_process(folder: Path) -> Iterator["subprocess.Popen[str]"]:
 
 
 def others_of(joined: Membership, own: Member = A) -> list[Member]:
-    """What a worker sees of the others."""
+    """A worker's view of the others."""
     found: list[Member] = []
 
     def decide(others: object) -> Member:

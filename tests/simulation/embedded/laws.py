@@ -11,7 +11,7 @@ from simulation.embedded.core import BLOCK_TOKENS, Core, kv_of
 
 
 class Laws:
-    """What a router is told of the cache, what each block has to contain, and the problems so far.
+    """The reports to a router about the cache, the right content of each block, and the problems so far.
 
     `core` and `words`, the pool's memory, are those of the present process. Errors in the log are problems unless
     `may_fail`, and unless a process has died.

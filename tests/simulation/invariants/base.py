@@ -1,4 +1,4 @@
-"""What an invariant is told. Each overrides what it needs."""
+"""The events that an invariant is told. Each overrides what it needs."""
 
 from collections.abc import Iterator
 from typing import Any

@@ -248,7 +248,7 @@ class ExpiredLeasesAreExplained(Invariant):
 
 
 class ExpiredLeasesAreFreed(Invariant):
-    """What is held under a lease that has expired is free a moment later, whatever else is held and renewed there."""
+    """Blocks of a lease that has expired are free a moment later, whatever else is held and renewed there."""
 
     def __init__(self, world: Any) -> None:
         super().__init__(world)

@@ -141,7 +141,7 @@ class TablesShrink(Invariant):
 
 
 def _entries() -> Counter[str]:
-    """How many entries the tables of the product's objects have, and how many objects of each class there are."""
+    """The numbers of entries in the tables of the product's objects, and of objects of each class."""
     gc.collect()
     found: Counter[str] = Counter()
     for one in gc.get_objects():

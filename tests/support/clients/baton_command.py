@@ -8,7 +8,7 @@ from services.server import Worker
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a command ended, and what it printed."""
+    """The exit status of a command, and its output."""
 
     code: int
     out: str

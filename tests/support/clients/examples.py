@@ -35,7 +35,7 @@ WITHIN_SECONDS = pytest.mark.timeout(on_this_machine(_BUILD_SECONDS + 3 * _RUN_S
 
 @dataclass(frozen=True, slots=True)
 class Ended:
-    """How a program ended, and what it printed."""
+    """The exit status of a program, and its output."""
 
     code: int
     out: str

@@ -58,7 +58,7 @@ class Received:
 
     @property
     def whole(self) -> tuple[Any, ...]:
-        """What an undisturbed run gives, too."""
+        """The result of an undisturbed run, too."""
         assert self.finished is not None
         usage = self.finished.usage
         return (

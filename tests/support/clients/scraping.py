@@ -42,7 +42,7 @@ class Scrape:
     samples: Mapping[str, Mapping[frozenset[tuple[str, str]], float]]
 
     def has(self, name: str, **labels: str) -> bool:
-        """Whether it was served, with at least these labels."""
+        """True if it was served, with at least these labels."""
         return any(labels.items() <= dict(found).items() for found in self.samples.get(name, {}))
 
     def sum(self, name: str, **labels: str) -> float:
@@ -63,7 +63,7 @@ def scrape(address: str) -> Scrape:
 
 
 def get_health(address: str) -> tuple[int, Any]:
-    """What /health answers: the HTTP status, and the JSON."""
+    """The answer of /health: the HTTP status, and the JSON."""
     try:
         with urllib.request.urlopen(f"http://{address}/health", timeout=60) as response:
             return response.status, json.load(response)

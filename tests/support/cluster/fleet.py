@@ -158,7 +158,7 @@ class Node:
 
 @dataclass(frozen=True, slots=True)
 class FleetPlan:
-    """What to start. The texts are `key=value` overrides, for all workers and for all routers.
+    """The processes to start. The texts are `key=value` overrides, for all workers and for all routers.
 
     With `metrics` each process serves its metrics, at a port of its own. Unless workers are `proxied`, routers call
     them directly: a proxy takes time of the process that has the fleet.

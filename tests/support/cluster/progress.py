@@ -1,4 +1,4 @@
-"""Whether a starting process makes progress: it may take long on a busy machine, but a hung one uses no CPU time."""
+"""The progress of a starting process: it may take long on a busy machine, but a hung one uses no CPU time."""
 
 import time
 
@@ -25,7 +25,7 @@ class Progress:
         self._note()
 
     def has_stalled(self) -> bool:
-        """Whether it has used almost no CPU for `stalled_seconds`, or has taken `longest_seconds` in all."""
+        """True if it has used almost no CPU for `stalled_seconds`, or has taken `longest_seconds` in all."""
         if self._used() - self._noted >= _SHARE * self._stalled_seconds:
             self._note()
         now = time.monotonic()

@@ -34,7 +34,7 @@ class SeveralProcesses:
         return scrape(self.metrics)
 
     def reports(self) -> list[Mapping[str, Any]]:
-        """What /health says of each process."""
+        """The answer of /health about each process."""
         found: list[Mapping[str, Any]] = get_health(self.metrics)[1]["processes"]
         return found
 

@@ -61,7 +61,7 @@ class Destination:
 
 
 class SentKv(PromptKv):
-    """What the prefill side has sent; its own blocks are held until `release`."""
+    """The KV that the prefill side has sent; its own blocks are held until `release`."""
 
     def __init__(self, context: tuple[int, ...], room: int, free: Callable[[], int]) -> None:
         super().__init__(context)

@@ -39,7 +39,7 @@ class Crossing:
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """What to explore. Without `gives_up` a reservation waits forever."""
+    """The case to explore. Without `gives_up` a reservation waits forever."""
 
     requests: tuple[Crossing, ...]
     pool_blocks: int

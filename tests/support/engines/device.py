@@ -1,4 +1,4 @@
-"""Where and how the embedded engine computes in this test run.
+"""The device and the kernels of the embedded engine in this test run.
 
 BATON_TEST_DEVICE is cpu if unset; `make gpu` sets cuda. BATON_TEST_EXECUTION is the engine's setting, auto if unset.
 """
@@ -30,7 +30,7 @@ def share_the_machine() -> None:
 
 
 def seeing_gpu(index: int) -> dict[str, str]:
-    """What a process's environment needs to see one GPU only, as a worker of `baton up` does: its turn among several.
+    """The environment of a process that sees one GPU only, as a worker of `baton up` does: its turn among several.
 
     This process itself computes on the one with index 0.
     """

@@ -157,7 +157,7 @@ def _break() -> None:
 
 @dataclass(slots=True)
 class Death:
-    """When an engine dies: after some seconds on the processor, or at a write."""
+    """The time of an engine's death: after some seconds on the processor, or at a write."""
 
     seconds: float = 0.0
     write: tuple[int, float] | None = None

@@ -15,7 +15,7 @@ class World(Protocol):
     def is_done(self) -> bool: ...
 
     def actions(self) -> Sequence[str]:
-        """What may happen next."""
+        """The events that may happen next."""
 
     def do(self, action: str) -> None: ...
 
@@ -38,7 +38,7 @@ class Explored:
 
     @property
     def is_finite(self) -> bool:
-        """Whether there is no cycle, so that every path ends."""
+        """True if there is no cycle, so that every path ends."""
         degrees = dict.fromkeys(self.paths, 0)
         for after in self.following.values():
             for state in after:

@@ -23,7 +23,7 @@ SAMPLED = Sampling(max_tokens=300, temperature=1.0, seed=5)
 
 @dataclass(frozen=True)
 class Answer:
-    """What an engine generated."""
+    """The ids that an engine generated."""
 
     ids: tuple[int, ...]
     reason: FinishReason

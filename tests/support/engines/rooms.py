@@ -67,7 +67,7 @@ class Bootstrap:
         return number
 
     async def receive(self, number: int) -> tuple[int, ...]:
-        """What a decode engine calls with its blocks allocated. Raises HandoffLost if the room is gone."""
+        """The call of a decode engine with its blocks allocated. Raises HandoffLost if the room is gone."""
         room = self._rooms.get(number)
         if room is None:
             raise HandoffLost(f"room {number} is closed")
@@ -96,7 +96,7 @@ class Bootstrap:
 
 
 class PromptKv:
-    """What a HeldKv says of a prompt that was computed at once, without a cache and without blocks of a pool."""
+    """The facts of a HeldKv whose prompt was computed at once, without a cache and without blocks of a pool."""
 
     block_ids: tuple[int, ...] = ()
     prefix_hash = b""

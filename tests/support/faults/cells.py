@@ -37,7 +37,7 @@ class Cell:
 
     @property
     def has_image(self) -> bool:
-        """Whether its requests have an image."""
+        """True if its requests have an image."""
         return self.target == "encode" or self.step == "encoding"
 
     @property

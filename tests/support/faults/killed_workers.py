@@ -40,7 +40,7 @@ _TWO_AT_ONCE, _UPGRADES = 4, 5  # one in so many times
 
 @dataclass(slots=True)
 class Kills:
-    """What was killed, and what the processes that followed have found."""
+    """The processes that were killed, and what those that followed have found."""
 
     kills: int = 0
     routers: int = 0

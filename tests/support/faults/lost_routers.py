@@ -28,7 +28,7 @@ Answer = tuple[object, ...]
 
 @dataclass(slots=True)
 class Report:
-    """What became of the streams. Pauses are those of the streams that were resumed, in seconds: see Losses."""
+    """The outcomes of the streams. Pauses are those of the streams that were resumed, in seconds: see Losses."""
 
     streams: int = 0
     losses: int = 0
@@ -68,7 +68,7 @@ class Report:
 
 
 class Losses:
-    """When routers were lost."""
+    """The times at which routers were lost."""
 
     def __init__(self) -> None:
         self._at: list[float] = []

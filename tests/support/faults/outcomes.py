@@ -1,4 +1,4 @@
-"""How a disturbed request ended, and whether it may end so."""
+"""The end of a disturbed request, and the rule for it."""
 
 import asyncio
 import time
@@ -53,7 +53,7 @@ class Outcome:
             self.code = "OK" if error is None else "CANCELLED"
 
     def faults(self, expected: Sequence[int], seconds: float, *, router_was_hit: bool) -> list[str]:
-        """What is wrong with this outcome; empty if it is allowed."""
+        """The problem of this outcome; empty if it is allowed."""
         found = []
         if self.seconds > seconds + GRACE_SECONDS:
             found.append(f"ended after {self.seconds:.1f} s of {seconds:.1f}")

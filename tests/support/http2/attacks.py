@@ -1,4 +1,4 @@
-"""What is known to have brought HTTP/2 servers down, as what a client sends."""
+"""Attacks that have brought HTTP/2 servers down, as bytes that a client sends."""
 
 import asyncio
 from collections.abc import Iterator

@@ -1,4 +1,4 @@
-"""What a hostile or broken worker sends to a router's connection without end."""
+"""Floods of a hostile or broken worker into a router's connection."""
 
 import asyncio
 import time
@@ -88,7 +88,7 @@ FLOODS: dict[str, Callable[[], Reads]] = {
 
 
 async def flooded(reads: Reads) -> tuple[float, StatusCode, Pipe]:
-    """What the flood costs until the connection is closed, and how the call has ended then."""
+    """The cost of the flood until the connection is closed, and the end of the call then."""
     pipe, connection = Pipe(), ClientConnection(REQUEST, lambda _: None, DEFAULT_LIMITS)
     connection.connection_made(pipe)
     connection.data_received(SETTINGS)

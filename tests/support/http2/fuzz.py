@@ -63,7 +63,7 @@ def mutated(source: random.Random, frames: Sequence[bytes]) -> list[bytes]:
 
 
 def wire(frames: Sequence[bytes]) -> bytes:
-    """What is sent of a conversation."""
+    """The part of a conversation that is sent."""
     return PREFACE + b"".join(frames)
 
 

@@ -50,7 +50,7 @@ def head(method: str, /, *more: tuple[str, str], **replaced: str | None) -> list
 
 @dataclass(slots=True)
 class Answer:
-    """What came on one stream."""
+    """The frames of one stream."""
 
     headers: list[dict[str, str]] = field(default_factory=list)
     data: bytes = b""
@@ -123,7 +123,7 @@ class Peer:
         assert condition(), f"the connection was closed: {self.goaway}, {self.answers}"
 
     def answer(self, stream_id: int) -> Answer:
-        """What came so far."""
+        """The frames so far."""
         return self.answers.setdefault(stream_id, Answer())
 
     async def ended(self, stream_id: int) -> Answer:
@@ -142,7 +142,7 @@ class Peer:
         self._writer.close()
 
     async def ping(self) -> None:
-        """Until what was sent so far has been read."""
+        """Waits until what was sent so far has been read."""
         opaque = b"%08d" % len(self.frames)
         await self.send(PingFrame(opaque_data=opaque))
         await self.until(

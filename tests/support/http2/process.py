@@ -21,16 +21,16 @@ class ServerProcess:
     pid: int
 
     def cpu_seconds(self) -> float:
-        """What all its threads have taken so far."""
+        """The CPU time of all its threads so far."""
         # clock_getcpuclockid(3), which Python does not have.
         return time.clock_gettime((~self.pid << 3) | 2)
 
     def descriptors(self) -> int:
-        """How many files it has open now."""
+        """The number of files that it has open now."""
         return len(list(Path(f"/proc/{self.pid}/fd").iterdir()))
 
     def memory_bytes(self) -> int:
-        """What it has in memory now."""
+        """The memory that it has now."""
         return int(Path(f"/proc/{self.pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 

@@ -26,7 +26,7 @@ Context = aio.ServicerContext
 
 @dataclass(slots=True)
 class Seen:
-    """What the methods saw of their calls."""
+    """The methods' view of their calls."""
 
     started: int = 0
     cancelled: int = 0

@@ -14,6 +14,6 @@ class FixedResolver:
         self.asked: list[str] = []
 
     async def resolve(self, host: str) -> tuple[Address, ...]:
-        """See `Resolver.resolve`."""
+        """Resolves as `Resolver` does."""
         self.asked.append(host)
         return self._addresses.get(host, ())

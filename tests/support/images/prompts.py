@@ -81,7 +81,7 @@ class PlainVision:
 
 
 def spans_in(token_ids: Sequence[int], placeholder: int, tokens_per_image: int) -> list[MediaSpan]:
-    """Where the pictures are, without what they are."""
+    """The places of the pictures, without their kind."""
     places = [index for index, token in enumerate(token_ids) if token == placeholder]
     return [MediaSpan(places[i], tokens_per_image, b"") for i in range(0, len(places), tokens_per_image)]
 

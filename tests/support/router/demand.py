@@ -28,7 +28,7 @@ def lender(which: Fleet, tenant: str = "acme") -> str:
 
 
 async def uses(which: Fleet, router: str, tokens: int, tenant: str = "acme") -> bool:
-    """Whether a prompt is within the quota."""
+    """True if a prompt is within the quota."""
     try:
         async with which.routers[router].quotas.charge(tenant, tokens):
             return True
@@ -65,7 +65,7 @@ class Demand:
                 await self._fleet.settle()
 
     def part(self, seconds: float, load: float = 1.0) -> float:
-        """What was used in the last seconds, of the quota or of what was asked for."""
+        """The use in the last seconds, of the quota or of what was asked for."""
         return sum(self.used[-round(seconds / STEP) :]) / (min(1.0, load) * RATE * seconds)
 
     @property

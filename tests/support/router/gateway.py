@@ -74,7 +74,7 @@ def subset(endpoints: Iterable[str]) -> dict[str, Any]:
 
 
 def endpoints(response: pb.ProcessingResponse) -> list[str]:
-    """What the response names, in the header and in the metadata."""
+    """The names in the response's header and metadata."""
     kind: Any = getattr(response, response.WhichOneof("response") or "")
     (option,) = kind.response.header_mutation.set_headers
     assert option.header.key == ENDPOINT

@@ -46,7 +46,7 @@ class Envoy:
 
 
 def write_descriptors(path: Path) -> None:
-    """What `make envoy` writes."""
+    """The configuration that `make envoy` writes."""
     subprocess.run([sys.executable, str(ROOT / "tools" / "transcoding.py"), str(path)], check=True, timeout=60)
 
 

@@ -90,7 +90,7 @@ class EtcdServer:
 
     @property
     def peer_url(self) -> str:
-        """Where other members reach it."""
+        """Its address for other members."""
         return f"http://127.0.0.1:{self.peer_port}"
 
     @property

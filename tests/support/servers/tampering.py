@@ -76,7 +76,7 @@ class Tampered:
     worker: Worker | None = None
 
     def replies(self, path: str, wire: bytes) -> Iterable[Reply]:
-        """What comes instead of a reply."""
+        """The replacement of a reply."""
         method = _METHODS[path]
         message = method.output_type._concrete_class()
         message.ParseFromString(wire)
@@ -216,7 +216,7 @@ def _multiplex(proxy: Tampered, channel: aio.Channel) -> Callable[[object, Any],
 def _changed(
     proxy: Tampered, response: multiplex_pb2.MultiplexResponse, paths: dict[int, str], silent: set[int]
 ) -> Iterable[multiplex_pb2.MultiplexResponse]:
-    """What comes instead of a response of the shared stream. Tokens stay tokens, of which none is a message."""
+    """The replacement of a response of the shared stream. Tokens stay tokens, of which none is a message."""
     for call, token_id in zip(response.token_calls, response.token_ids, strict=True):
         message = decode_pb2.DecodeResponse(tokens=decode_pb2.DecodedTokens(token_ids=[token_id]))
         if call not in silent:

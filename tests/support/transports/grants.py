@@ -9,5 +9,5 @@ class EveryBlock:
     """Grants all blocks of a pool to one handoff."""
 
     def may_read(self, handoff_id: str, certificate: str, block_ids: Collection[int]) -> bool:
-        """See ReadGuard."""
+        """Grants reads as a ReadGuard."""
         return handoff_id == HANDOFF_ID

@@ -153,7 +153,7 @@ class BlockPool:
             self.record_of_cache.flush()
 
     def seal_all(self) -> None:
-        """While there is no step: records all blocks that were stored."""
+        """Records all blocks that were stored, while there is no step."""
         if self.record_of_cache is not None:
             self.record_of_cache.finish()
 

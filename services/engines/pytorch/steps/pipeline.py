@@ -77,7 +77,7 @@ class StepPipeline:
 
     @property
     def patience_seconds(self) -> float | None:
-        """When to step again even if nothing happens; None for never."""
+        """The time of the next step even if nothing happens; None for never."""
         if any(sequence.awaits_mask for sequence in self._scheduler.running):
             return _MASK_POLL_SECONDS
         if self._tiers is not None and self._tiers.is_busy:
@@ -126,7 +126,7 @@ class StepPipeline:
         self._outcomes.leave(largest, Failed(too_large()))
 
     def _fail_if_stuck(self) -> bool:
-        """If all running sequences wait for a block and none can be preempted, fails the newest of them.
+        """Fails the newest running sequence if all wait for a block and none can be preempted.
 
         It waits while a pull is running, which will end. It waits only briefly for KV that is held for other workers,
         since they may be waiting for this worker.

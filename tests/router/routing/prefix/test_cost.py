@@ -1,4 +1,4 @@
-"""What work is predicted to cost, and how that is learnt."""
+"""The predicted cost of work, and its learning."""
 
 import random
 

@@ -11,7 +11,7 @@ CHANGES = 100_000
 
 
 class PlainIndex:
-    """What the index should say, by the simplest means."""
+    """The expected content of the index, by the simplest means."""
 
     def __init__(self) -> None:
         self.blocks: dict[int, set[bytes]] = {}

@@ -1,4 +1,4 @@
-"""When a worker is to pull the beginning of a prompt from another one's prefix cache."""
+"""The choice to pull the beginning of a prompt from another worker's prefix cache."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace

@@ -31,12 +31,12 @@ def decode(**engine: object) -> WorkerConfig:
 
 
 def is_idle(running: Bench, worker_id: str) -> bool:
-    """Whether the router has heard that a worker runs nothing."""
+    """True if the router has heard that a worker runs nothing."""
     return all(not each.requests for each in running.cluster.workers if each.record.worker_id == worker_id)
 
 
 async def ask(running: Bench, seed: int, routing: generate_pb2.RoutingOptions = APART, **fields: object) -> str:
-    """Where the prompt was run."""
+    """The worker of the prompt."""
     stopping = sampling_pb2.StoppingOptions(max_tokens=2)
     answer = await running.generate(token_ids=ids(seed), routing=routing, stopping=stopping, **fields)
     place: str = answer.finished.prefill_worker_id
@@ -44,7 +44,7 @@ async def ask(running: Bench, seed: int, routing: generate_pb2.RoutingOptions = 
 
 
 async def cached_tokens(running: Bench, seed: int = 1) -> dict[str, int]:
-    """How much of a prompt the router believes each place to have, by prefill worker."""
+    """The part of a prompt that the router believes each place to have, by prefill worker."""
     explained = await running.operators.ExplainRoute(
         cluster_service_pb2.ExplainRouteRequest(request=generate_pb2.GenerateRequest(token_ids=ids(seed)))
     )

@@ -1,4 +1,4 @@
-"""What a router believes to be in prefix caches that are not reported, from its own decisions."""
+"""The router's belief about prefix caches that are not reported, from its own decisions."""
 
 from collections import Counter
 from itertools import pairwise
@@ -39,7 +39,7 @@ def request(number: int) -> RoutingRequest:
 
 
 def place(policy: PredictedSeconds, workers: list[Idle], number: int, cached_tokens: int) -> str:
-    """Where a request runs, and how much of its prompt was cached there."""
+    """The place of a request, and the part of its prompt that was cached there."""
     placement = policy.choose(request(number), Candidates(workers))
     placement.progress.first_token(None)
     placement.progress.found_cached(cached_tokens)

@@ -1,4 +1,4 @@
-"""What a prompt costs at each place that could run it."""
+"""The cost of a prompt at each place that could run it."""
 
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple

@@ -29,7 +29,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @dataclass(frozen=True, slots=True)
 class EngineUnderTest:
-    """How to open one kind of engine with the sizes in support/engines/engine_calls.py."""
+    """The opening of one kind of engine, with the sizes in support/engines/engine_calls.py."""
 
     name: str
     open: Callable[[Path], AbstractAsyncContextManager[Engine]]

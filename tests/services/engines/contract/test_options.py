@@ -1,4 +1,4 @@
-"""What sampling options do, on every engine that says that it has them."""
+"""Sampling options, on every engine that says that it has them."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -32,7 +32,7 @@ def choosing(request: pytest.FixtureRequest) -> None:
 
 
 def has(answer: Sequence[int], sequence: Sequence[int]) -> bool:
-    """Whether the answer has the ids one after the other."""
+    """True if the answer has the ids one after the other."""
     size = len(sequence)
     return any(tuple(answer[start : start + size]) == tuple(sequence) for start in range(len(answer) - size + 1))
 

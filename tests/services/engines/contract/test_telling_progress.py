@@ -15,7 +15,7 @@ PROMPT = Prompt(tuple(10 + index % 180 for index in range(2 * STEP_TOKENS + 20))
 
 
 class Recorder:
-    """What an engine tells, with the content that the blocks have at that moment."""
+    """An engine's reports, with the content that the blocks have at that moment."""
 
     def __init__(self, engine: Engine) -> None:
         self.block_ids: list[int] = []

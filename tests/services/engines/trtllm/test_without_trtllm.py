@@ -1,4 +1,4 @@
-"""If TensorRT-LLM is not installed, choosing it ends with one line that says what to do."""
+"""Choosing TensorRT-LLM where it is not installed ends with one line that says what to do."""
 
 import importlib.util
 from pathlib import Path

@@ -43,7 +43,7 @@ def removed(number: int) -> dict[str, Any]:
 
 
 class Publisher:
-    """What vLLM's `ZmqEventPublisher` is on the wire: batches numbered from 0, and those it still has on demand.
+    """vLLM's `ZmqEventPublisher` on the wire: batches numbered from 0, and those it still has on demand.
 
     A batch has no number of its own but its frame's: topic, number, `[time, events, rank]`. A demand names the first
     number; the answers end with the number -1.

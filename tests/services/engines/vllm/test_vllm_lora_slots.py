@@ -21,7 +21,7 @@ class Dead(Exception):
 
 
 class VllmLoras:
-    """What vLLM has: adapters by their numbers. It refuses the next call with `error`."""
+    """The adapters inside vLLM: adapters by their numbers. It refuses the next call with `error`."""
 
     def __init__(self) -> None:
         self.here: dict[int, Any] = {}

@@ -1,4 +1,4 @@
-"""What clients may ask for, through a router and two workers on vLLM: the same as on one."""
+"""The options of clients, through a router and two workers on vLLM: the same as on one."""
 
 import json
 import re

@@ -1,4 +1,4 @@
-"""How an answer is continued on vLLM, and which sampling options are refused; without vLLM."""
+"""The continuation of an answer on vLLM, and refused sampling options; without vLLM."""
 
 from dataclasses import fields, replace
 from types import SimpleNamespace

@@ -1,4 +1,4 @@
-"""Where vLLM is not installed, nothing of it is imported, and its engine is refused in one line."""
+"""Nothing of vLLM is imported where it is not installed, and its engine is refused in one line."""
 
 import importlib.util
 import subprocess

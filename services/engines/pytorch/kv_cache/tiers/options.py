@@ -20,7 +20,7 @@ class DiskOptions(Section):
 
 
 class TierOptions(Section):
-    """Where blocks go that the device pool evicts."""
+    """The tiers of blocks that the device pool evicts."""
 
     host_bytes: ByteSize | Literal["auto"] = "auto"
     """Host memory, pinned for a GPU. auto: twice the pool, and at most half of the memory that is available."""

@@ -102,7 +102,7 @@ def test_pools_that_are_opened_and_closed_leave_no_memory_behind() -> None:
 
 @needs_gpu
 def test_ten_thousand_cycles_leave_the_devices_free_memory_as_it_was() -> None:
-    """What the driver counts, which includes memory that PyTorch's allocator does not see."""
+    """The driver's count, which includes memory that PyTorch's allocator does not see."""
 
     def cycles(count: int) -> None:
         for _ in range(count):

@@ -1,4 +1,4 @@
-"""What is not supported in an adapter is refused when it is read, by the name of its key or of its weight."""
+"""An adapter that is not supported is refused when it is read, by the name of its key or of its weight."""
 
 from pathlib import Path
 

@@ -42,7 +42,7 @@ EPS = 1e-5
 
 @dataclass(frozen=True)
 class Results:
-    """What one rank got in a step."""
+    """The result of one rank in a step."""
 
     shared: torch.Tensor
     summed: torch.Tensor
@@ -53,7 +53,7 @@ class Results:
 
 @dataclass(frozen=True)
 class Numbers:
-    """What a rank begins a step with. Residual and weight are the same on all ranks."""
+    """The input of a rank's step. Residual and weight are the same on all ranks."""
 
     part: torch.Tensor
     logits: torch.Tensor

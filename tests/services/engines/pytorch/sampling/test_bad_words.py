@@ -26,7 +26,7 @@ sequences = st.lists(st.lists(ids, min_size=1, max_size=4).map(tuple), min_size=
 
 
 def has(answer: Sequence[int], sequence: Sequence[int]) -> bool:
-    """Whether the answer has the ids one after the other."""
+    """True if the answer has the ids one after the other."""
     size = len(sequence)
     return any(tuple(answer[start : start + size]) == tuple(sequence) for start in range(len(answer) - size + 1))
 
