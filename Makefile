@@ -147,7 +147,7 @@ logs: $(STUBS) ## Follow the logs of `make up`
 doctor: $(STUBS) ## Diagnose this installation
 	@$(BIN)/baton doctor
 
-# Even where an image says that Python is to write none: the tests start thousands of processes, and each would compile all again.
+# Even where an image says that Python is to write none: each of the many processes that tests start would compile all again.
 test faults: export PYTHONDONTWRITEBYTECODE :=
 
 test: $(STUBS) ## Run the tests (TESTS= selects, ALL=1 adds slow ones, JOBS= sets how many run at once, SERVER=grpcio uses grpcio's server)
