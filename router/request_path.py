@@ -1,7 +1,7 @@
 """The parts of a router behind its listeners, which answer requests by whatever protocol they come."""
 
 from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, replace
 
 from media.loader import MediaLoader
@@ -66,19 +66,14 @@ async def open_request_path(
     config: RouterConfig, cluster: Cluster, policy: Policy, peers: RegisteredPeers | None
 ) -> AsyncIterator[RequestPath]:
     """Opens the request path on a cluster. Leaving it releases leased embeddings, before the channels close."""
-    limits, retries = config.limits, Retries(config.retry)
+    limits, retries, workers = config.limits, Retries(config.retry), RoleWorkers(cluster)
     sharing = peers if peers is not None and config.shares_limits else ALONE
     quotas = Quotas(config.quotas, peers=sharing)
+    admission = AdmissionController(cluster, config.admission, quotas, fairness=config.fairness, peers=sharing)
     async with AsyncExitStack() as stack:
         processor = await stack.enter_async_context(_open_processor(config, cluster, retries))
         tokenization = await stack.enter_async_context(Tokenization(cluster, quotas, limits))
-        admission = AdmissionController(cluster, config.admission, quotas, fairness=config.fairness, peers=sharing)
-        following = {"admission": admission.follow}
-        if config.fairness != "none":
-            following["tenants"] = admission.watch_tenants
-        if isinstance(policy, PredictedSeconds):
-            following["kv_subscriptions"] = KvSubscriber(cluster, policy.caches, policy.forget).follow
-        await stack.enter_async_context(lasting_tasks(following))
+        await stack.enter_async_context(_following(config, cluster, policy, admission))
         grammars = stack.enter_context(GrammarCheck(limits.grammar_seconds))
         running = RunningRequests()
         unauthenticated = UnauthenticatedTenants(config.admission.unauthenticated_tenants, config.quotas.tenants)
@@ -87,12 +82,10 @@ async def open_request_path(
         if recorder is not None:
             running.record, contexts = recorder.ended, replace(contexts, begin_notes=recorder.begin)
             await stack.enter_async_context(lasting_tasks({"records": recorder.run}))
-        placer, workers = Placer(cluster, config.routing, policy), RoleWorkers(cluster)
-        decodes = ReadDecodes()
-        executor = Executor(placer, retries, decodes)
+        executor = Executor(Placer(cluster, config.routing, policy), retries, ReadDecodes())
         if config.moving.at_once:
-            following = {"moves": Mover(cluster, placer, decodes, config.moving).follow}
-            await stack.enter_async_context(lasting_tasks(following))
+            mover = Mover(cluster, executor.placer, executor.decodes, config.moving)
+            await stack.enter_async_context(lasting_tasks({"moves": mover.follow}))
         yield RequestPath(
             cluster,
             contexts,
@@ -104,11 +97,23 @@ async def open_request_path(
             EmbedPipeline(running, contexts, cluster, admission, EmbedCalls(workers, retries)),
             tokenization,
             SessionEnds(cluster, quotas),
-            placer,
+            executor.placer,
             peers,
             recorder,
             MediaStore(config.media),
         )
+
+
+def _following(
+    config: RouterConfig, cluster: Cluster, policy: Policy, admission: AdmissionController
+) -> AbstractAsyncContextManager[None]:
+    """The tasks by which admission and routing follow the cluster."""
+    following = {"admission": admission.follow}
+    if config.fairness != "none":
+        following["tenants"] = admission.watch_tenants
+    if isinstance(policy, PredictedSeconds):
+        following["kv_subscriptions"] = KvSubscriber(cluster, policy.caches, policy.forget).follow
+    return lasting_tasks(following)
 
 
 def _recorder(config: RouterConfig, cluster: Cluster) -> Recorder | None:

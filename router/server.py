@@ -1,7 +1,7 @@
 """A router in this process: assembles it, serves it, and reports its health."""
 
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
 
@@ -25,6 +25,7 @@ from router.openai.app import OPENAI, OpenAIApp
 from router.openai.stored.service import ResponseService
 from router.operators.explain import RouteExplainer, RoutingRequests
 from router.operators.service import ClusterServicer
+from router.peers.membership import RegisteredPeers
 from router.peers.service import follow_peers, serve_peers
 from router.picker.picks import EndpointPicker
 from router.picker.service import serve_picker
@@ -41,7 +42,7 @@ from rpc.auth.access import Access, Rules, open_access
 from rpc.auth.caller import Role
 from rpc.channels import dialer
 from rpc.health import Health
-from rpc.server import Server, Service, SharedLimits, serve
+from rpc.server import Server, ServerOptions, Service, SharedLimits, serve
 from rpc.tracing.tracer import Tracer, configure_tracing
 from runtime.aio import ungrouped
 from runtime.lasting import lasting_tasks
@@ -139,9 +140,7 @@ async def host_router(
         texts = LongestTexts(cluster, config.limits.max_embed_inputs, config.media.max_bytes)
         edge = _Edge(access, tracer, SharedLimits.of(config.connections), texts, shares_port)
         if peers is not None:
-            lent = path.recorder if config.shares_records else None
-            find_records = partial(find_here, recorder=lent)
-            await stack.enter_async_context(serve_peers(config, registry, peers, path.admission, find_records))
+            await stack.enter_async_context(_serve_peers(config, registry, peers, path))
         if before_listening is not None:
             await before_listening()
         openai = await stack.enter_async_context(_open_openai(config, path, edge))
@@ -153,6 +152,13 @@ async def host_router(
         stack.callback(picker.stop)
         addresses = (server.address, openai.address, picker.address)
         yield Router(path, health, *addresses)
+
+
+def _serve_peers(
+    config: RouterConfig, registry: Registry, peers: RegisteredPeers, path: RequestPath
+) -> AbstractAsyncContextManager[None]:
+    lent = path.recorder if config.shares_records else None
+    return serve_peers(config, registry, peers, path.admission, partial(find_here, recorder=lent))
 
 
 @asynccontextmanager
@@ -208,20 +214,23 @@ async def _open_picker(config: RouterConfig, path: RequestPath, edge: _Edge) -> 
 async def _open_server(
     config: RouterConfig, services: Sequence[Service], health: Health, edge: _Edge
 ) -> AsyncIterator[Server]:
+    options = ServerOptions(
+        tls=config.tls.listen,
+        access=edge.access,
+        connections=config.connections,
+        shared=edge.shared,
+        kind=config.server,
+        shares_port=edge.shares_port,
+        tracer=edge.tracer,
+        texts=edge.texts.limits,
+    )
     serving = serve(
         config.listen,
         services,
         health=health,
-        tls=config.tls.listen,
         announce_seconds=config.announce_seconds,
         drain_seconds=config.drain_seconds,
-        tracer=edge.tracer,
-        access=edge.access,
-        connections=config.connections,
-        kind=config.server,
-        shared=edge.shared,
-        shares_port=edge.shares_port,
-        texts=edge.texts.limits,
+        options=options,
     )
     async with serving as server:
         yield server

@@ -5,7 +5,7 @@ import socket
 from collections.abc import AsyncGenerator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib import import_module
 from typing import Any, Literal, TypeAlias
 
@@ -127,7 +127,7 @@ class SharedLimits:
 
     @classmethod
     def of(cls, limits: ConnectionLimits) -> "SharedLimits":
-        """As configured."""
+        """The limits that are configured."""
         connections = OpenConnections(limits.reserved_descriptors)
         output = OutputBudget(limits.unread_output_bytes)
         return cls(InputBudget(limits.input), output, connections, limits.http2.slow_reader_seconds)
@@ -164,48 +164,62 @@ class Server:
     port: int
 
 
+@dataclass(frozen=True, slots=True)
+class ServerOptions:
+    """Options of a server. `shared` is for several servers of a process, and `kind` chooses the implementation.
+
+    With `shares_port` other processes may listen at the same port, and the kernel spreads the connections over them.
+    `sockets`, if there are any, are bound to the address already; `http2` alone can use them. `tracer` records a span
+    for each call of a request. `texts` limits the texts of large requests before they are parsed. `around` makes
+    services that call others' methods, as engine_protocol/multiplex does.
+    """
+
+    tls: TlsConfig | None = None
+    access: Access | None = None
+    connections: ConnectionLimits = field(default_factory=ConnectionLimits)
+    shared: SharedLimits | None = None
+    kind: ServerKind | None = None
+    shares_port: bool = False
+    sockets: Sequence[socket.socket] = ()
+    tracer: Tracer = NO_TRACER
+    texts: TextLimitsOf | None = None
+    around: Sequence[ServiceAround] = ()
+
+    def interceptor(self, running: RunningCalls, reading: ThreadPoolExecutor) -> WrapMethods:
+        """The interceptor of all calls, whose requests are parsed by `reading`."""
+        traced = trace_calls(self.tracer)
+        allowed = [authorize(self.access)] if self.access else []
+        wrappers = [running.counted, log_call, answer_errors, traced, *allowed]
+        return WrapMethods(wrappers, Reader(self.connections.reading(), reading, self.texts))
+
+
+_DEFAULTS = ServerOptions()
+
+
 @asynccontextmanager
 async def serve(
     listen: str,
     services: Sequence[Service],
     *,
     health: Health,
-    tls: TlsConfig | None = None,
     announce_seconds: float = 0.0,
     drain_seconds: float = 30.0,
-    tracer: Tracer = NO_TRACER,
-    access: Access | None = None,
-    connections: ConnectionLimits | None = None,
-    kind: ServerKind | None = None,
-    shared: SharedLimits | None = None,
-    around: Sequence[ServiceAround] = (),
-    shares_port: bool = False,
-    texts: TextLimitsOf | None = None,
-    sockets: Sequence[socket.socket] = (),
+    options: ServerOptions = _DEFAULTS,
 ) -> AsyncGenerator[Server, None]:
     """Serves at `listen`, a `host:port` where port 0 is any free port, until the context is left.
 
     The caller sets `health` when it is ready. At the end everything becomes NOT_SERVING. New calls are accepted for
     another `announce_seconds`, so that load balancers notice first; running calls have `drain_seconds` more, and are
-    then cancelled. After that no servicer's code runs. `tracer` records a span for each call of a request; `kind`
-    chooses the implementation; `shared` is for several servers of a process; `around` makes services that call
-    others' methods, as engine_protocol/multiplex does. With `shares_port` other processes may listen at the same port,
-    and the kernel spreads the connections over them. `texts` limits the texts of large requests before they are
-    parsed. `sockets`, if there are any, are bound to `listen` already; `http2` alone can use them. Raises ConfigError
-    if it cannot listen there.
+    then cancelled. After that no servicer's code runs. Raises ConfigError if it cannot listen there.
     """
     running = RunningCalls()
-    wrappers = [running.counted, log_call, answer_errors, trace_calls(tracer), *([authorize(access)] if access else [])]
-    limits = connections or ConnectionLimits()
     # One thread: parsing holds the interpreter's lock, and several threads would hold it for longer.
     reading = ThreadPoolExecutor(1, thread_name_prefix="read-requests")
-    interceptor = WrapMethods(wrappers, Reader(limits.reading(), reading, texts))
-    if (kind or default_server()) == "http2":
-        server: AnyServer = _http2_server(interceptor, limits, shared or SharedLimits.of(limits), access)
-    else:
-        server = _grpcio_server(interceptor, limits, shares_port=shares_port)
-    _add(server, (*services, *(make(interceptor, limits) for make in around)), health)
-    port = _bind(server, listen, tls, sockets, shares_port=shares_port)
+    interceptor = options.interceptor(running, reading)
+    is_http2 = (options.kind or default_server()) == "http2"
+    server = _http2_server(interceptor, options) if is_http2 else _grpcio_server(interceptor, options)
+    _add(server, (*services, *(make(interceptor, options.connections) for make in options.around)), health)
+    port = _bind(server, listen, options)
     try:
         await run_to_completion(server.start())
         yield Server(f"{listen.rpartition(':')[0]}:{port}", port)
@@ -217,24 +231,23 @@ async def serve(
             reading.shutdown(wait=False, cancel_futures=True)
 
 
-def _http2_server(
-    interceptor: WrapMethods, limits: ConnectionLimits, shared: SharedLimits, access: Access | None
-) -> Http2Server:
+def _http2_server(interceptor: WrapMethods, options: ServerOptions) -> AnyServer:
+    shared = options.shared or SharedLimits.of(options.connections)
     return Http2Server(
         [interceptor],
-        limits.server_limits(),
-        refuse=_refuse_by(access),
+        options.connections.server_limits(),
+        refuse=_refuse_by(options.access),
         input=shared.input,
         output=shared.output,
         open_connections=shared.connections,
     )
 
 
-def _grpcio_server(interceptor: WrapMethods, limits: ConnectionLimits, *, shares_port: bool) -> aio.Server:
+def _grpcio_server(interceptor: WrapMethods, options: ServerOptions) -> AnyServer:
     # Not by default: a second server could listen on the same port by mistake, and would get half of the calls.
-    sharing = ("grpc.so_reuseport", int(shares_port))
+    sharing = ("grpc.so_reuseport", int(options.shares_port))
     interceptors = [RecordArrivals(), interceptor, AddReplies()]
-    return aio.server(interceptors=interceptors, options=(*_OPTIONS, sharing, *limits.options()))
+    return aio.server(interceptors=interceptors, options=(*_OPTIONS, sharing, *options.connections.options()))
 
 
 def _refuse_by(access: Access | None) -> Refuse | None:
@@ -262,17 +275,16 @@ def _add(server: AnyServer, services: Sequence[Service], health: Health) -> None
     reflection_pb2_grpc.add_ServerReflectionServicer_to_server(reflector, server)
 
 
-def _bind(
-    server: AnyServer, listen: str, tls: TlsConfig | None, sockets: Sequence[socket.socket], *, shares_port: bool
-) -> int:
+def _bind(server: AnyServer, listen: str, options: ServerOptions) -> int:
     host, _ = split_address(listen, "listen")
+    tls = options.tls
     if tls is None and not is_loopback(host):
         log.warning("listening beyond this host without TLS", listen=listen)
     try:
-        if isinstance(server, Http2Server) and sockets:
-            return server.use(sockets, tls.server_context() if tls else None)
+        if isinstance(server, Http2Server) and options.sockets:
+            return server.use(options.sockets, tls.server_context() if tls else None)
         if isinstance(server, Http2Server):
-            return server.bind(listen, tls.server_context() if tls else None, shares_port=shares_port)
+            return server.bind(listen, tls.server_context() if tls else None, shares_port=options.shares_port)
         if tls is None:
             return server.add_insecure_port(listen)
         return server.add_secure_port(listen, tls.server_credentials())

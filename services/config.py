@@ -127,7 +127,7 @@ class LocationConfig(Section):
 
     @property
     def labels(self) -> Location:
-        """As its record has them."""
+        """The labels as its record has them."""
         return Location(self.zone, self.rack, self.host)
 
 

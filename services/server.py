@@ -16,7 +16,7 @@ from engine_protocol.roles import load, role_kinds
 from rpc.auth.access import Access, Rules
 from rpc.auth.caller import Role as CallerRole
 from rpc.health import Health
-from rpc.server import Service, serve
+from rpc.server import ServerOptions, Service, serve
 from rpc.tracing.tracer import configure_tracing
 from services import control
 from services.config import WorkerConfig
@@ -172,20 +172,17 @@ async def _serve(
     multiplexed = {*_MULTIPLEXED, *(kind.service for kind in role_kinds().values() if kind.has_kv)}
     async with AsyncExitStack() as stack:
         tracing = configure_tracing(config.tracing, _service_name(config), worker.worker_id)
+        options = ServerOptions(
+            tls=config.tls.listen,
+            access=Access(_access_rules()) if config.tls.is_mutual else None,
+            connections=config.connections,
+            kind=config.server,
+            sockets=kept_sockets(keeper, config.listen),
+            tracer=await stack.enter_async_context(tracing),
+            around=[multiplex([service for service in services if service.name in multiplexed])],
+        )
         server = await stack.enter_async_context(
-            serve(
-                config.listen,
-                services,
-                health=worker.health,
-                tls=config.tls.listen,
-                drain_seconds=0,
-                tracer=await stack.enter_async_context(tracing),
-                access=Access(_access_rules()) if config.tls.is_mutual else None,
-                connections=config.connections,
-                kind=config.server,
-                sockets=kept_sockets(keeper, config.listen),
-                around=[multiplex([service for service in services if service.name in multiplexed])],
-            )
+            serve(config.listen, services, health=worker.health, drain_seconds=0, options=options)
         )
         worker.identity.address = config.advertise or _address(config.advertised_host, server.port)
         yield

@@ -40,7 +40,7 @@ ROOMS = ("router", "services", "rpc", "baton_http2")
 SHORT_LINES = 40
 # A docstring that begins with a clause instead of its subject, or that only points elsewhere.
 CLAUSE = re.compile(
-    r"^(What|Whether|Who|Whom|Whose|How|Why|When|Where|While|Until|If|Since|Because|Although|See|Does nothing)\b"
+    r"^(What|Whether|Who|Whom|Whose|How|Why|When|Where|While|Until|If|As|Since|Because|Although|See|Does nothing)\b"
 )
 
 Graph = Mapping[str, set[str]]

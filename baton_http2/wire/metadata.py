@@ -63,7 +63,7 @@ def decode(fields: Iterable[Field]) -> Metadata:
 
 
 def percent_encoded(details: str) -> bytes:
-    """As `grpc-message` carries a status's details."""
+    """A status's details as `grpc-message` carries them."""
     return quote_from_bytes(details.encode("utf-8", "replace"), safe=_PLAIN).encode()
 
 

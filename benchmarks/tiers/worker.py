@@ -125,11 +125,11 @@ class Worker:
         return True
 
     def stored(self, block_hash: bytes) -> None:
-        """As KvTiers.stored."""
+        """Stores as KvTiers does."""
         self.directory.drop(block_hash)
 
     def lose(self, hashes: Sequence[bytes]) -> int:
-        """As KvTiers.lose."""
+        """Loses as KvTiers does."""
         return sum(self.directory.lose(block_hash) for block_hash in hashes)
 
     def run(self, job: Job) -> None:

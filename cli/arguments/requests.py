@@ -7,6 +7,27 @@ from cli.arguments.values import UINT32, address, count, integer, number, positi
 
 
 def generate(parser: argparse.ArgumentParser) -> None:
+    _answer(parser)
+    _prompt(parser)
+    _sampling(parser)
+    _guided(parser)
+    parser.add_argument("--json", action="store_true", help="print each event of the stream as a line of JSON")
+    parser.add_argument("--timing", action="store_true", help="print the timings of all stages at the end")
+    parser.add_argument("--timeout", type=positive, metavar="SECONDS", help="the request's deadline")
+    _tenant(parser)
+    parser.add_argument(
+        "--priority",
+        type=int,
+        choices=range(-10, 11),
+        default=0,
+        metavar="N",
+        help="-10 to 10; higher priorities leave the router's queue first",
+    )
+    address(parser)
+
+
+def _answer(parser: argparse.ArgumentParser) -> None:
+    """Options of the answer: it is kept, recorded, or one that is resumed."""
     parser.add_argument(
         "prompt", metavar="PROMPT", nargs="?", default="", help="the text to continue; - reads it from standard input"
     )
@@ -20,6 +41,10 @@ def generate(parser: argparse.ArgumentParser) -> None:
         "--record", action="store_true", help="ask for a record, and print the id for `baton why` to standard error"
     )
     parser.add_argument("--resume", default="", metavar="HANDLE", help="instead of a PROMPT: the answer of this handle")
+
+
+def _prompt(parser: argparse.ArgumentParser) -> None:
+    """Options of the reading of the prompt."""
     parser.add_argument("--model", default="", help="required only if several models are served")
     parser.add_argument(
         "--chat", action="store_true", help="send PROMPT as a user message, rendered by the model's chat template"
@@ -36,21 +61,6 @@ def generate(parser: argparse.ArgumentParser) -> None:
         "--raw", action="store_true", help="PROMPT is not a chat message, and has a placeholder for each image"
     )
     parser.add_argument("--token-ids", action="store_true", help="PROMPT is token ids, separated by commas or spaces")
-    _sampling(parser)
-    _guided(parser)
-    parser.add_argument("--json", action="store_true", help="print each event of the stream as a line of JSON")
-    parser.add_argument("--timing", action="store_true", help="print the timings of all stages at the end")
-    parser.add_argument("--timeout", type=positive, metavar="SECONDS", help="the request's deadline")
-    _tenant(parser)
-    parser.add_argument(
-        "--priority",
-        type=int,
-        choices=range(-10, 11),
-        default=0,
-        metavar="N",
-        help="-10 to 10; higher priorities leave the router's queue first",
-    )
-    address(parser)
 
 
 def chat(parser: argparse.ArgumentParser) -> None:

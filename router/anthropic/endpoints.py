@@ -50,7 +50,7 @@ class MessagesEndpoints:
         await call.respond(200, json.dumps(whole(head, collector)).encode())
 
     async def _count_tokens(self, call: HttpCall, _path: str) -> None:
-        """As many as the prompt would have; those of an image are counted if all images have as many."""
+        """The number of tokens that the prompt would have; those of an image are counted if all images have as many."""
         _, counted = await self._exchange.read(call, CountTokensRequest, CountTokensRequest.counted)
         call.places = counted.places
         account = self._path.contexts.read_qos(call).account

@@ -63,15 +63,7 @@ class ExecutionState(Waiting):
         self.stream = stream
         self.meter = TokenMeter(ctx.stats, TokenLatencies(ctx.stats), completion.token_ids)
         self.calls = WorkerCalls(ctx, prompt.model, completion.sampling, prompt.serialized)
-        self.routing_request = RoutingRequest(
-            prompt.model,
-            prompt.without_embeddings,
-            ctx.request.routing,
-            prompt.embedding_layout,
-            answer_tokens=completion.sampling.stop.max_tokens,
-            token_ids=prompt.token_ids,
-            needs=needed_capabilities(ctx.request),
-        )
+        self.routing_request = _routing_request(ctx, prompt, completion.sampling.stop.max_tokens)
         if ctx.notes is not None:
             ctx.notes.runs(self.routing_request, completion)
         self.progress: Progress = IgnoredProgress()
@@ -164,3 +156,15 @@ class ExecutionState(Waiting):
             await self.calls.release(held.owner, held.handoff)
         if destination:
             await self.calls.release_destination(destination)
+
+
+def _routing_request(ctx: RequestContext, prompt: MultimodalPrompt, answer_tokens: int) -> RoutingRequest:
+    return RoutingRequest(
+        prompt.model,
+        prompt.without_embeddings,
+        ctx.request.routing,
+        prompt.embedding_layout,
+        answer_tokens=answer_tokens,
+        token_ids=prompt.token_ids,
+        needs=needed_capabilities(ctx.request),
+    )

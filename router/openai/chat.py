@@ -105,7 +105,7 @@ class ChatCompletionRequest(SamplingFields):
 
     @property
     def names(self) -> FieldNames:
-        """As of SamplingFields; `response_format` is a grammar by its own name."""
+        """The fields of SamplingFields; `response_format` is a grammar by its own name."""
         guided = super().names.guided or format_field("response_format", self.response_format)
         most = "max_tokens" if self.max_completion_tokens is None else "max_completion_tokens"
         return FieldNames(guided, most, function="function.")

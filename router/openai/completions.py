@@ -71,7 +71,7 @@ class EchoedPrompt:
             choice["logprobs"] = {name: values + after[name] for name, values in before.items()}
 
     def _logprobs(self, reported: generate_pb2.PromptLogprobs) -> dict[str, list[Any]]:
-        """As of an answer; the first token follows nothing, so that it has none."""
+        """Log probabilities as of an answer; the first token follows nothing, so that it has none."""
         tokens = [self.token_text(token_id) for token_id in self.token_ids]
         offsets = [0]
         for token in tokens[:-1]:

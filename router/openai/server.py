@@ -308,20 +308,7 @@ async def serve_openai(
     """
     listening = _bind(config.listen, shares_port=shares_port)
     host, port = listening[0].getsockname()[:2]
-    settings = uvicorn.Config(
-        app,
-        loop="none",
-        http=_BoundedHttp,
-        ws="none",
-        lifespan="off",
-        log_config=None,
-        access_log=False,
-        server_header=False,
-        timeout_keep_alive=_IDLE_SECONDS,
-        timeout_graceful_shutdown=max(1, round(drain_seconds)),
-        limit_concurrency=config.max_connections,
-    )
-    settings.load()
+    settings = _settings(config, app, drain_seconds)
     if config.tls is not None:
         settings.ssl = config.tls.server_context("openai.tls")
     elif not is_loopback(host):
@@ -339,6 +326,24 @@ async def serve_openai(
             await app.running.ended(CLEANUP_SECONDS)
         except TimeoutError:
             log.warning("calls did not end when cancelled", calls=app.running.count)
+
+
+def _settings(config: OpenAIConfig, app: OpenAIApp, drain_seconds: float) -> uvicorn.Config:
+    settings = uvicorn.Config(
+        app,
+        loop="none",
+        http=_BoundedHttp,
+        ws="none",
+        lifespan="off",
+        log_config=None,
+        access_log=False,
+        server_header=False,
+        timeout_keep_alive=_IDLE_SECONDS,
+        timeout_graceful_shutdown=max(1, round(drain_seconds)),
+        limit_concurrency=config.max_connections,
+    )
+    settings.load()
+    return settings
 
 
 def _bind(listen: str, *, shares_port: bool) -> list[socket.socket]:

@@ -24,7 +24,7 @@ from router.peers.tenants import own_tenants
 from rpc.auth.access import Access, Rules
 from rpc.channels import dialer
 from rpc.health import Health
-from rpc.server import Service, serve
+from rpc.server import ServerOptions, Service, serve
 from runtime.aio import TaskGroup, timeout
 from runtime.entropy import token_hex
 from runtime.lasting import lasting
@@ -172,11 +172,13 @@ async def serve_peers(
                 config.peers.listen or "127.0.0.1:0",
                 [Service(SERVICE_NAME, peer_pb2_grpc.add_PeerServiceServicer_to_server, servicer)],
                 health=health,
-                tls=config.tls.listen,
                 drain_seconds=0,
-                access=Access(RULES) if config.tls.is_mutual else None,
-                connections=config.connections,
-                kind=config.server,
+                options=ServerOptions(
+                    tls=config.tls.listen,
+                    access=Access(RULES) if config.tls.is_mutual else None,
+                    connections=config.connections,
+                    kind=config.server,
+                ),
             )
         )
         health.set("", True)

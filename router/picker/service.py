@@ -18,7 +18,7 @@ from router.picker.messages import Head, metadata, named, refused, streamed
 from router.picker.picks import EndpointPicker, Pick
 from router.workers.cluster import Cluster
 from rpc.health import Health
-from rpc.server import Service, serve
+from rpc.server import ServerOptions, Service, serve
 from runtime.aio import TaskGroup, timeout
 from runtime.lasting import lasting
 
@@ -178,11 +178,9 @@ async def serve_picker(
             config.picker.listen,
             [Service(NAME, ext_proc_pb2_grpc.add_ExternalProcessorServicer_to_server, servicer)],
             health=health,
-            tls=config.picker.tls,
             announce_seconds=config.announce_seconds,
             drain_seconds=config.drain_seconds,
-            kind=config.server,
-            shares_port=shares_port,
+            options=ServerOptions(tls=config.picker.tls, kind=config.server, shares_port=shares_port),
         )
         async with serving as server:
             started.set_result(server.address)

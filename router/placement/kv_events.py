@@ -239,7 +239,7 @@ class KvSubscriber:
         reports.lost("the worker ended it")
 
     async def _apply(self, feed: KvFeed, message: KvMessage) -> bool:
-        """As KvFeed does. Of large ones, such as pieces of snapshots, one in each turn of the event loop."""
+        """Applies events as KvFeed does; of large ones, such as pieces of snapshots, one in each turn of the loop."""
         if message.events is None:
             raise InvalidReply(f"KV events: a message has {message.size} bytes; at most {_MOST_BYTES} are allowed")
         if message.size < _LARGE_BYTES:

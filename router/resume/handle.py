@@ -48,7 +48,7 @@ class Handle:
 
     @property
     def text(self) -> str:
-        """As clients have it. Never logged, and in no trace."""
+        """The handle as clients have it. Never logged, and in no trace."""
         return _VERSION + urlsafe_b64encode(bytes.fromhex(self.call_id) + self.secret + self.hint).decode()
 
     @property

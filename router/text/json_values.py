@@ -75,7 +75,7 @@ def load_json(
 
 
 def load_unique_json(text: str | bytes, constant: Callable[[str], Any] = refuse_constant) -> Any:
-    """As load_json. Raises WrongValue for a name that an object has more than once, too."""
+    """Reads as load_json does. Raises WrongValue for a name that an object has more than once, too."""
     has_repeated = False
 
     def unique(pairs: list[tuple[str, Any]]) -> Any:

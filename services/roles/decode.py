@@ -245,7 +245,6 @@ class Decoder:
         """Yields Accepted, tokens, and Finished or Yielded. Raises what Puller, Fetcher and the engine raise.
 
         Tokens of which nothing is known but their ids, and between which nothing has to be done, go to `send` instead.
-
         Closing it, or cancelling the task that reads it, frees everything on both workers.
         """
         await check_limits(self._engine.facts, work.prompt, work.sampling)
@@ -254,8 +253,7 @@ class Decoder:
         await call.faults.inject("queue")
         async with self._prepared(work, call) as prepared:
             yield prepared.accepted
-            has_kv = work.handoff is not None or work.reservation is not None
-            clock = DecodeClock(call.clock, is_pulled=has_kv)
+            clock = DecodeClock(call.clock, is_pulled=work.handoff is not None or work.reservation is not None)
             async with aclosing(prepared.generate()) as generation:
                 if (slot := work.open_slot()) is not None:
                     generation.outlive(slot)

@@ -117,7 +117,7 @@ async def test_the_trace_of_a_request_is_where_up_says(baton: Baton, folder: Sta
 async def test_one_request_is_one_tree_of_spans_from_the_client_to_every_worker(
     baton: Baton, folder: StateFolder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As `make up ENCODE=1` starts it, and read as Jaeger's API answers."""
+    """The cluster that `make up ENCODE=1` starts, read as Jaeger's API answers."""
     monkeypatch.chdir(tmp_path)
     assert (await baton("up", "--encode", "1", "--model", str(DEMO))).code == 0
     addresses = {each.role: each.address for each in state_of(folder).processes}

@@ -40,7 +40,7 @@ def rows() -> list[Row]:
 
 
 def shown_name(family: Metric) -> str:
-    """As it is served, and as queries have it."""
+    """The names of a metric as it is served, and as queries have it."""
     return family.name + {"counter": "_total", "info": "_info"}.get(family.type, "")
 
 

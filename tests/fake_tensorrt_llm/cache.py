@@ -58,7 +58,7 @@ class PrefixCache:
             self._tell({"type": "removed", "block_hashes": [gone]})
 
     def lose_event(self) -> None:
-        """As if the buffer had been too small."""
+        """Loses events, as if the buffer had been too small."""
         self._next_event += 1
 
     def _next_hash(self) -> int | str:

@@ -34,7 +34,7 @@ class PromptReader:
         self._path = folder / "tokenizer.json"
 
     def read(self, inputs: Any, handoff: Any) -> Read:
-        """As generate_async does: with handles the text counts, and the ids are made of it."""
+        """The ids as generate_async makes them: with handles the text counts, and the ids are made of it."""
         handles = handoff.multimodal_embedding_handles if handoff is not None else None
         if handles is None:
             return Read(tuple(inputs["prompt_token_ids"] if isinstance(inputs, dict) else inputs))

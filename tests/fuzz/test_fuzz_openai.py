@@ -111,9 +111,6 @@ STRANGE: list[Any] = [
 ]  # fmt: skip
 
 
-ADDED = ["frequency_penalty", "user", "min_p", "x", "prompt", "messages", "system", "baton"]
-
-
 def mutated(body: Any, draw: random.Random) -> Any:
     """The body with fields that were removed, added or replaced, at any depth."""
     if isinstance(body, dict) and body:

@@ -20,7 +20,7 @@ from baton_http2.client.call import ClientCall
 from baton_http2.client.dialing import DEFAULT_LIMITS, ConnectFailed, ServerAddress, open_call
 from rpc.auth.tls import TlsConfig
 from rpc.health import Health
-from rpc.server import Server, ServerKind, Service, serve
+from rpc.server import Server, ServerKind, ServerOptions, Service, serve
 from runtime.aio import timeout
 
 NAME = "baton.engine.v1.MultiplexService"
@@ -44,7 +44,13 @@ async def serving(
     service = Service(NAME, multiplex_pb2_grpc.add_MultiplexServiceServicer_to_server, servicer)
     async with (
         timeout(60),
-        serve("127.0.0.1:0", [service], health=Health(), tls=tls, drain_seconds=drain_seconds, kind=kind) as server,
+        serve(
+            "127.0.0.1:0",
+            [service],
+            health=Health(),
+            drain_seconds=drain_seconds,
+            options=ServerOptions(tls=tls, kind=kind),
+        ) as server,
     ):
         yield server
 

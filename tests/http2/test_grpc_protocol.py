@@ -13,7 +13,7 @@ from support.http2.server import echoing
 
 from rpc.channels import open_channel
 from rpc.health import Health
-from rpc.server import Service, serve
+from rpc.server import ServerOptions, Service, serve
 
 OK, CANCELLED, INVALID_ARGUMENT, DEADLINE_EXCEEDED, NOT_FOUND = 0, 1, 3, 4, 5
 RESOURCE_EXHAUSTED, ABORTED, UNIMPLEMENTED, INTERNAL, DATA_LOSS = 8, 10, 12, 13, 15
@@ -313,7 +313,9 @@ async def test_a_large_request_is_parsed_from_the_buffer_that_it_was_received_in
 
     service = Service("test.Parsing", add, None)
     async with (
-        serve("127.0.0.1:0", [service], health=Health(), drain_seconds=0, kind="http2") as server,
+        serve(
+            "127.0.0.1:0", [service], health=Health(), drain_seconds=0, options=ServerOptions(kind="http2")
+        ) as server,
         open_channel(server.address) as channel,
     ):
         assert await channel.unary_unary("/test.Parsing/Parse")(b"x" * size, timeout=60) == b""

@@ -12,7 +12,9 @@ from baton_http2.limits import Http2Limits, ServerLimits
 from baton_http2.server.server import Http2Server
 from baton_http2.sockets.accepting import open_sockets
 from rpc.health import Health
-from rpc.server import serve
+from rpc.server import ServerOptions, serve
+
+HTTP2 = ServerOptions(kind="http2")
 
 
 def server() -> Http2Server:
@@ -58,20 +60,20 @@ async def test_both_families_are_served_at_one_port(host: str) -> None:
 @pytest.mark.parametrize("turns", range(6))
 async def test_a_server_that_is_cancelled_while_it_starts_leaves_its_port_free(turns: int) -> None:
     address = f"127.0.0.1:{free_port()}"
-    starting = asyncio.ensure_future(serve(address, [], health=Health(), kind="http2").__aenter__())
+    starting = asyncio.ensure_future(serve(address, [], health=Health(), options=HTTP2).__aenter__())
     await asyncio.sleep(0)
     for _ in range(turns):
         await asyncio.sleep(0)
     starting.cancel()
     await asyncio.wait([starting])
     if starting.cancelled() or starting.exception():
-        async with serve(address, [], health=Health(), kind="http2"):
+        async with serve(address, [], health=Health(), options=HTTP2):
             pass
 
 
 @pytest.mark.parametrize("turns", range(6))
 async def test_a_server_that_is_cancelled_while_it_stops_leaves_its_port_free(turns: int) -> None:
-    serving = serve("127.0.0.1:0", [], health=Health(), kind="http2")
+    serving = serve("127.0.0.1:0", [], health=Health(), options=HTTP2)
     running = await serving.__aenter__()
     stopping = asyncio.ensure_future(serving.__aexit__(None, None, None))
     await asyncio.sleep(0)
@@ -79,7 +81,7 @@ async def test_a_server_that_is_cancelled_while_it_stops_leaves_its_port_free(tu
         await asyncio.sleep(0)
     stopping.cancel()
     await asyncio.wait([stopping])
-    async with serve(running.address, [], health=Health(), kind="http2"):
+    async with serve(running.address, [], health=Health(), options=HTTP2):
         pass
 
 

@@ -78,7 +78,7 @@ async def test_whose_calls_are_answered_may_cancel_as_many_early() -> None:
 
 
 async def test_cancels_that_cross_the_answers_end_are_paid_by_the_answers() -> None:
-    """As the cancels of callers whose deadline has come, which the server knows too."""
+    """Cancels like those of callers whose deadline has come, which the server knows too."""
     async with echoing(STRICT) as server, peer_of(server.port) as peer:
         for stream_id in range(1, 101, 2):
             await peer.call(stream_id, "unary", b"x")
@@ -196,7 +196,7 @@ async def test_many_times_as_many_cancels_end_a_connection_with_answers_too() ->
 
 
 async def test_hundreds_of_cancels_of_running_streams_leave_the_other_streams_of_a_connection_alone() -> None:
-    """As a proxy's connection brings the calls of many clients."""
+    """The calls of many clients on a proxy's one connection."""
     counted = since(EXCEEDED, budget="resets")
     async with echoing() as server, aio.insecure_channel(server.address) as channel:
         other = channel.unary_stream(path("ticks"))(b"")

@@ -120,7 +120,7 @@ class Client:
             self._data(self._open[which % len(self._open)], message(bytes(size)))
 
     def _data(self, stream: int, content: bytes) -> None:
-        """As much as the windows allow: what is cut off is in no message."""
+        """The bytes that the windows allow: what is cut off is in no message."""
         piece = content[: max(0, min(self.may_send[0], self.may_send[stream], 16_384))]
         if piece:
             self.may_send[0] -= len(piece)

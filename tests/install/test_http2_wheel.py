@@ -26,7 +26,7 @@ def run(*command: object, folder: Path) -> str:
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """As a release is built: from the sdist, without a network."""
+    """A release's wheel: from the sdist, without a network."""
     folder = tmp_path_factory.mktemp("http2")
     run(sys.executable, "-m", "hatchling", "build", "--target", "sdist", "--directory", folder, folder=PROJECT)
     (sdist,) = folder.glob("*.tar.gz")

@@ -52,7 +52,7 @@ class Built:
 
 @pytest.fixture(scope="module")
 def built(tmp_path_factory: pytest.TempPathFactory) -> Built:
-    """As a release is built, wheels from sdists, without a network."""
+    """A release's wheels, from sdists, without a network."""
     folder = tmp_path_factory.mktemp("built")
     client_sdist, client_wheel = build(CLIENT, folder / "client")
     _, http2_wheel = build(HTTP2, folder / "http2")

@@ -13,7 +13,7 @@ LIKELY = Outcome("demo_choices", 1.0, 0.0, ((-1.0, -2.0), (-3.0, -4.0)))
 
 
 def written(folder: Path) -> Path:
-    """As lm-eval writes them, in the order in which answers came."""
+    """The lines of lm-eval, in the order in which answers came."""
     folder.mkdir()
     answers = {"exact_match,none": 0.5, "exact_match_stderr,none": 0.25}
     results = {"demo_answers": answers, "demo_choices": {"acc,none": 1.0, "acc_stderr,none": 0.0}}

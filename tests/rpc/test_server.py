@@ -19,8 +19,10 @@ from baton.inference.v1 import model_pb2
 from baton.inference.v1.inference_service_pb2_grpc import InferenceServiceStub
 from rpc.channels import open_channel
 from rpc.health import NOT_SERVING, SERVING, Health
-from rpc.server import serve
+from rpc.server import ServerOptions, serve
 from runtime.aio import timeout
+
+GRPCIO = ServerOptions(kind="grpcio")
 
 
 async def get_model(request: object, context: object) -> model_pb2.GetModelResponse:
@@ -186,7 +188,7 @@ async def grpc_ends_its_own_task() -> AsyncGenerator[None, None]:
 @pytest.mark.parametrize("turns", range(6))
 async def test_a_server_that_is_cancelled_while_it_starts_ends_in_order(turns: int) -> None:
     async with grpc_ends_its_own_task():
-        starting = asyncio.ensure_future(serve("127.0.0.1:0", [], health=Health(), kind="grpcio").__aenter__())
+        starting = asyncio.ensure_future(serve("127.0.0.1:0", [], health=Health(), options=GRPCIO).__aenter__())
         await asyncio.sleep(0)
         for _ in range(turns):
             await asyncio.sleep(0)
@@ -197,7 +199,7 @@ async def test_a_server_that_is_cancelled_while_it_starts_ends_in_order(turns: i
 @pytest.mark.parametrize("turns", range(6))
 async def test_a_server_that_is_cancelled_while_it_stops_ends_in_order(turns: int) -> None:
     async with grpc_ends_its_own_task():
-        serving = serve("127.0.0.1:0", [], health=Health(), kind="grpcio")
+        serving = serve("127.0.0.1:0", [], health=Health(), options=GRPCIO)
         await serving.__aenter__()
         stopping = asyncio.ensure_future(serving.__aexit__(None, None, None))
         await asyncio.sleep(0)

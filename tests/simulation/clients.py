@@ -69,7 +69,7 @@ class Client:
 
     @property
     def request_id(self) -> str:
-        """As the request has it."""
+        """The value in the request."""
         return f"r{self.result.index}"
 
     async def run(self) -> Result:

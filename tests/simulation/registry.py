@@ -54,7 +54,7 @@ class SimulatedRegistry:
 
     @asynccontextmanager
     async def of(self, node: Node) -> "AsyncGenerator[NodeRegistry, None]":
-        """As one node sees it."""
+        """The registry as one node sees it."""
         yield NodeRegistry(self, self.memory, node)
 
     def reachable(self, node: Node) -> bool:

@@ -61,13 +61,13 @@ class _SimulatedTransport(Transport):
 
 
 class RemoteTransport(_SimulatedTransport):
-    """As tcp: the owner answers, applies its guard, and may be cut off."""
+    """A transport like tcp: the owner answers, applies its guard, and may be cut off."""
 
     name = "remote"
 
 
 class MappedTransport(_SimulatedTransport):
-    """As shm: the owner takes no part."""
+    """A transport like shm: the owner takes no part."""
 
     name = "mapped"
     is_mapped = True

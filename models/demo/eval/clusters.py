@@ -29,7 +29,7 @@ class LocalCluster:
 
     @property
     def state(self) -> ClusterState:
-        """As its supervisor last wrote it."""
+        """The state that its supervisor wrote last."""
         state = StateFolder(self.folder / ".baton").read()
         assert state is not None, f"no cluster runs in {self.folder}"
         return state

@@ -30,7 +30,7 @@ def block_keys(hashes: Iterable[bytes]) -> list[int]:
 
 
 def chain_keys(hashes: Sequence[bytes]) -> list[int]:
-    """As `block_keys`, quicker, for hashes of sixteen bytes."""
+    """The keys of `block_keys`, quicker, for hashes of sixteen bytes."""
     return list(_first_halves(len(hashes)).unpack(b"".join(hashes)))
 
 

@@ -111,7 +111,7 @@ class PromptHasher:
         return PromptBlocks(keys, size, model.block_bytes)
 
     def named_blocks(self, request: RoutingRequest, model: ServedModel) -> PromptBlocks:
-        """As `blocks`, with all names computed."""
+        """The result of `blocks`, with all names computed."""
         blocks = self.blocks(request, model)
         return PromptBlocks(list(blocks.keys), blocks.block_tokens, blocks.block_bytes)
 

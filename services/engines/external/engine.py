@@ -1,10 +1,11 @@
 """The skeleton of an engine of another package that transfers KV itself: its state, its events and its end."""
 
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import AsyncExitStack
-from typing import Any
+from typing import Any, TypeVar
 
-from baton.errors import Unsupported
+from baton.errors import EngineFailed, HandoffLost, Unsupported
+from runtime.aio import timeout
 from services.engines.answer import Finished, Tokens
 from services.engines.base import Engine, ModelFacts
 from services.engines.external.held_kv import HeldHandoffs
@@ -17,15 +18,17 @@ from services.engines.running.generation import Generation
 from services.engines.running.request_context import current_freed_kv
 
 CANARY_SALT = "baton-canary"
+Loaded = TypeVar("Loaded")
 
 
 class ExternalEngine(Engine):
     """An Engine whose entering sets `_llm`, `_facts`, `_requests`, `_held`, `_canary`, and what `_open` closes.
 
-    A subclass has `_whole`, which runs a request from its prompt, `_warm_up`, which runs one token of it, and
-    `_quiet_seconds`, the time without progress.
+    A subclass has `_title`, its name for people; `_whole`, which runs a request from its prompt; `_warm_up`, which
+    runs one token of it; and `_quiet_seconds`, the time without progress.
     """
 
+    _title: str
     _llm: Any
     _facts: ModelFacts
     _requests: ExternalRequests[Any]
@@ -78,6 +81,26 @@ class ExternalEngine(Engine):
 
     def _quiet_seconds(self) -> float:
         raise NotImplementedError
+
+    async def _loaded(self, loading: Awaitable[Loaded], seconds: float) -> Loaded:
+        """Returns the result of `loading`. Raises EngineFailed if it takes longer than `seconds`."""
+        try:
+            async with timeout(seconds):
+                return await loading
+        except TimeoutError as error:
+            raise EngineFailed(f"{self._title} has not started within {seconds} s") from error
+
+    async def _arrived(self, coming: Awaitable[None], seconds: float) -> None:
+        """Waits for KV of another engine. Raises HandoffLost if it does not come, within `seconds`."""
+        try:
+            async with timeout(seconds):
+                await coming
+        except TimeoutError as error:
+            raise HandoffLost(f"the KV did not arrive within {seconds} s") from error
+        except EngineFailed as error:
+            if self._requests.failure is not None:
+                raise
+            raise HandoffLost(f"the KV did not arrive: {error.message}") from error
 
     async def _open_canary(self, stack: AsyncExitStack, seconds: float | None, patience: float) -> None:
         canary = Canary(self._warm_up, self._quiet_seconds, seconds, patience)

@@ -17,6 +17,9 @@ from baton.errors import ConfigError
 from services.engines.kv import KvLayout
 from services.engines.pytorch.model.checkpoint import read_json
 
+# Of one number in a KV cache; others have two. nvfp4 has one byte of scale for every 16 numbers.
+_NUMBER_BYTES = {"float32": 4.0, "fp8": 1.0, "fp8_e4m3": 1.0, "fp8_e5m2": 1.0, "nvfp4": 9 / 16}
+
 
 @dataclass(frozen=True, slots=True)
 class PackageSource:
@@ -56,9 +59,15 @@ def read_model(folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
     return whole, {**whole, **whole.get("text_config", {})}
 
 
-def kv_layout(
-    identity: Mapping[str, object], model: Mapping[str, Any], dtype: str, block_tokens: int, number_bytes: float
-) -> KvLayout:
+def kv_dtype(kv_cache_dtype: str, dtype: str, model: Mapping[str, Any]) -> str:
+    """The type of an engine's KV: that of its cache, or of its computing, or of its checkpoint, unless `auto`."""
+    for given in (kv_cache_dtype, dtype):
+        if given != "auto":
+            return given
+    return str(model.get("dtype") or model.get("torch_dtype") or "bfloat16")
+
+
+def kv_layout(identity: Mapping[str, object], model: Mapping[str, Any], dtype: str, block_tokens: int) -> KvLayout:
     """The layout of KV inside an engine. Its digest covers the identity, which both sides of a handoff must share."""
     heads = int(model["num_attention_heads"])
     kv_heads = int(model.get("num_key_value_heads") or heads)
@@ -72,5 +81,5 @@ def kv_layout(
         kv_heads=kv_heads,
         block_tokens=block_tokens,
         head_dim=head_dim,
-        block_bytes=int(layers * 2 * kv_heads * block_tokens * head_dim * number_bytes),
+        block_bytes=int(layers * 2 * kv_heads * block_tokens * head_dim * _NUMBER_BYTES.get(dtype, 2.0)),
     )

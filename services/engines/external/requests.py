@@ -5,7 +5,8 @@ Reports of log probabilities in our words. Engines have mappings of token ids to
 
 import asyncio
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, Generic, TypeVar
 
@@ -13,7 +14,8 @@ import structlog
 
 from baton.errors import BatonError, EngineFailed, Overloaded, Unavailable
 from runtime.clock import monotonic
-from services.engines.answer import PromptLogprobs, TokenLogprob, Tokens
+from services.engines.answer import Finished, PromptLogprobs, TokenLogprob, Tokens
+from services.engines.running.generation import ClosingStream
 
 
 class SlowReader:
@@ -41,6 +43,16 @@ class SlowReader:
 
 
 log = structlog.get_logger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class RequestLimits:
+    """Limits: the requests that may run and wait, and the seconds that a reader and an abort may take."""
+
+    requests: int
+    block_tokens: int
+    reader_seconds: float
+    abort_seconds: float
 
 
 class ExternalGeneration:
@@ -80,6 +92,12 @@ class ExternalGeneration:
             await self.changed.wait()
             self.changed.clear()
 
+    async def ending(self) -> None:
+        """Waits for the end. Raises what ended it early."""
+        await self.reached()
+        if self.error is not None:
+            raise self.error
+
     def end(self, error: BatonError | None = None) -> None:
         """Ends it, with an error or without."""
         if self.has_ended:
@@ -99,6 +117,43 @@ class ExternalGeneration:
 
     def _give_up(self, error: Overloaded) -> None:
         raise NotImplementedError
+
+
+class RunningStream(ClosingStream):
+    """An answer that is generated already: it yields `events`, or gives what `generation` has.
+
+    `finished` makes its end. Closing it aborts it.
+    """
+
+    def __init__(
+        self,
+        events: AsyncGenerator[Tokens | Finished, None],
+        drop: Callable[[], Awaitable[None]],
+        generation: ExternalGeneration,
+        finished: Callable[[], Finished],
+    ) -> None:
+        super().__init__(events, drop)
+        self._generation = generation
+        self._finished = finished
+
+    async def aclose(self) -> None:
+        self._generation.listener = None
+        await super().aclose()
+
+    async def subscribe(self, ready: Callable[[], None]) -> None:
+        """Calls `ready` at each change of the generation."""
+        self._generation.listener = ready
+        if self._generation.changed.is_set():
+            ready()
+
+    def pull(self) -> tuple[Sequence[int], Finished | None]:
+        """The new tokens, and the end. Raises the generation's error."""
+        self._generation.changed.clear()
+        if self._generation.error is not None:
+            raise self._generation.error
+        has_ended = self._generation.has_ended
+        tokens = self._generation.pull()
+        return tokens.ids if tokens else (), self._finished() if has_ended else None
 
 
 Generation = TypeVar("Generation", bound=ExternalGeneration)

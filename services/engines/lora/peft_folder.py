@@ -162,7 +162,7 @@ def _refuse_unsupported(keys: Mapping[str, Any]) -> None:
 
 
 def _targets(given: object) -> Callable[[str], bool]:
-    """As PEFT: a list holds names or ends of names; a text is a regular expression for whole names."""
+    """PEFT's rule: a list holds names or ends of names; a text is a regular expression for whole names."""
     if isinstance(given, list) and given and all(isinstance(name, str) for name in given):
         names = set(given)
         return lambda module: any(module == name or module.endswith(f".{name}") for name in names)

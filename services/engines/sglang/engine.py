@@ -17,7 +17,7 @@ from services.engines.answer import Finished, FinishReason, Tokens
 from services.engines.base import EngineLoad
 from services.engines.external.engine import CANARY_SALT, ExternalEngine
 from services.engines.external.held_kv import ExternalPrefill, HeldHandoffs
-from services.engines.external.stream import RunningStream
+from services.engines.external.requests import RequestLimits, RunningStream
 from services.engines.kv_transfer import RemoteKv
 from services.engines.prompt import Prompt, Sampling
 from services.engines.running.generation import Generation
@@ -25,11 +25,10 @@ from services.engines.sglang.config import SglangConfig
 from services.engines.sglang.facts import sglang_facts
 from services.engines.sglang.inside.scheduler import LOCAL
 from services.engines.sglang.loading import ResolvedSglang, StartedSglang, end, side, start
-from services.engines.sglang.metrics import SglangFamilies
+from services.engines.sglang.metrics import sglang_families
 from services.engines.sglang.package import SglangPackage
 from services.engines.sglang.requests import (
     SglangGeneration,
-    SglangLimits,
     SglangRequest,
     SglangRequests,
     finished,
@@ -47,6 +46,7 @@ _FAKE_HOST = "2.2.2.2"
 class SglangEngine(ExternalEngine):
     """An AllocatesFirst of one role, or an engine of whole requests. See docs/sglang.md for its limits."""
 
+    _title = "SGLang"
     _requests: SglangRequests
 
     def __init__(
@@ -64,7 +64,8 @@ class SglangEngine(ExternalEngine):
         facts = sglang_facts(self._config, self._args, self._package)
         began = time.monotonic()
         async with AsyncExitStack() as stack:
-            started = await self._start(facts.max_context_tokens)
+            inputs = (self._config, self._effective, self._package, self._roles, facts.max_context_tokens)
+            started = await self._loaded(asyncio.to_thread(start, *inputs), self._config.start_seconds)
             self._llm = started.llm
             stack.push_async_callback(end, started)
             self._facts = replace(facts, load_seconds=time.monotonic() - began)
@@ -74,24 +75,16 @@ class SglangEngine(ExternalEngine):
                 await self._warm_up()
             await self._open_canary(stack, self._config.canary_seconds, self._config.canary_patience_seconds)
             if started.metrics_folder:
-                stack.enter_context(SglangFamilies(started.metrics_folder))
+                stack.enter_context(sglang_families(started.metrics_folder))
             self._open = stack.pop_all()
         return self
-
-    async def _start(self, context_tokens: int) -> StartedSglang:
-        loading = asyncio.to_thread(start, self._config, self._effective, self._package, self._roles, context_tokens)
-        try:
-            async with timeout(self._config.start_seconds):
-                return await loading
-        except TimeoutError as error:
-            raise EngineFailed(f"SGLang has not started within {self._config.start_seconds} s") from error
 
     def _prepare(self, started: StartedSglang, stack: AsyncExitStack) -> None:
         size = self._facts.layout.block_tokens
         self._blocks = started.pool_tokens // size
         self._held = HeldHandoffs(self._config.handoff.seconds, size)
         most = self._args.max_running_requests + self._config.max_waiting
-        limits = SglangLimits(most, size, self._config.slow_reader_seconds, self._config.abort_seconds)
+        limits = RequestLimits(most, size, self._config.slow_reader_seconds, self._config.abort_seconds)
         self._requests = SglangRequests(self._llm, self._package, limits)
         stack.push_async_callback(self._requests.close)
 
@@ -196,21 +189,10 @@ class SglangEngine(ExternalEngine):
             length = len(generation.request.prompt)
             if context[:length] != generation.request.prompt or length >= len(context):
                 raise HandoffLost("the blocks were allocated for another prompt")
-            await self._arrival(generation, context[length:])
+            await self._arrived(generation.first_ids(context[length:]), self._config.handoff.fetch_seconds)
             undo.pop_all()
         finish = partial(finished, generation, source.prompt, sampling, self._facts)
         return RunningStream(self._events(generation, finish), partial(self._drop, generation), generation, finish)
-
-    async def _arrival(self, generation: SglangGeneration, known: tuple[int, ...]) -> None:
-        try:
-            async with timeout(self._config.handoff.fetch_seconds):
-                await generation.first_ids(known)
-        except TimeoutError as error:
-            raise HandoffLost(f"the KV did not arrive within {self._config.handoff.fetch_seconds} s") from error
-        except EngineFailed as error:
-            if self._requests.failure is not None:
-                raise
-            raise HandoffLost(f"the KV did not arrive: {error.message}") from error
 
     async def _whole(self, prompt: Prompt, sampling: Sampling) -> AsyncGenerator[Tokens | Finished, None]:
         if self._side == "prefill":

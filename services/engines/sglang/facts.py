@@ -3,15 +3,12 @@
 from typing import Any
 
 from services.engines.base import ModelFacts
-from services.engines.external.package import kv_layout, read_model
+from services.engines.external.package import kv_dtype, kv_layout, read_model
 from services.engines.kv import KvLayout
 from services.engines.pytorch.model.checkpoint import end_ids, fingerprint, model_files
 from services.engines.sglang.config import SglangArguments, SglangConfig
 from services.engines.sglang.package import SglangPackage
 from services.engines.sglang.sampling import unsupported_options
-
-# Bytes of one number in a KV cache.
-_WIDTHS = {"float32": 4, "fp8_e4m3": 1, "fp8_e5m2": 1}
 
 
 def sglang_facts(config: SglangConfig, args: SglangArguments, package: SglangPackage) -> ModelFacts:
@@ -44,13 +41,4 @@ def _layout(config: SglangConfig, model: dict[str, Any], args: SglangArguments, 
         "quantization": args.quantization,
         "tp": args.tp_size,
     }
-    dtype = _dtype(model, args)
-    return kv_layout(identity, model, dtype, args.page_size, _WIDTHS.get(dtype, 2))
-
-
-def _dtype(model: dict[str, Any], args: SglangArguments) -> str:
-    if args.kv_cache_dtype != "auto":
-        return args.kv_cache_dtype
-    if args.dtype != "auto":
-        return args.dtype
-    return str(model.get("dtype") or model.get("torch_dtype") or "bfloat16")
+    return kv_layout(identity, model, kv_dtype(args.kv_cache_dtype, args.dtype, model), args.page_size)

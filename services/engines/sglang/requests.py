@@ -10,7 +10,7 @@ from baton.errors import BatonError, EngineFailed, HandoffLost, InvalidRequest, 
 from runtime.aio import timeout
 from services.engines.answer import Finished, FinishReason, TokenLogprob, Tokens
 from services.engines.base import ModelFacts
-from services.engines.external.requests import ExternalGeneration, ExternalRequests, text_of
+from services.engines.external.requests import ExternalGeneration, ExternalRequests, RequestLimits, text_of
 from services.engines.prompt import Prompt, Sampling
 from services.engines.sglang import metrics
 from services.engines.sglang.package import SglangPackage
@@ -26,16 +26,6 @@ class SglangRequest:
     prompt: tuple[int, ...]
     arguments: Mapping[str, Any] = field(repr=False)
     logprobs: int | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class SglangLimits:
-    """Limits: the requests that may run and wait, and the seconds that a reader and an abort may take."""
-
-    requests: int
-    block_tokens: int
-    reader_seconds: float
-    abort_seconds: float
 
 
 class SglangGeneration(ExternalGeneration):
@@ -62,12 +52,6 @@ class SglangGeneration(ExternalGeneration):
     def was_aborted(self) -> bool:
         """True if SGLang ended it early, of itself or by our word."""
         return self.finish_reason == _ABORTED
-
-    async def ending(self) -> None:
-        """Waits for the end. Raises what ended it early."""
-        await self.reached()
-        if self.error is not None:
-            raise self.error
 
     async def first_ids(self, known: tuple[int, ...]) -> None:
         """Waits until SGLang has generated the ids that the client has, which are not yielded again.
@@ -134,7 +118,7 @@ class SglangGeneration(ExternalGeneration):
 class SglangRequests(ExternalRequests[SglangGeneration]):
     """The requests of one engine. Names have equal lengths: an abort ends each whose name begins with the given one."""
 
-    def __init__(self, llm: Any, package: SglangPackage, limits: SglangLimits) -> None:
+    def __init__(self, llm: Any, package: SglangPackage, limits: RequestLimits) -> None:
         super().__init__("SGLang", limits.requests, limits.block_tokens)
         self._manager = llm.tokenizer_manager
         self._package = package

@@ -37,7 +37,7 @@ def image_rules(folder: Path, model: dict[str, Any]) -> ImageRules | None:
 
 
 def require_images(folder: Path, model: dict[str, Any]) -> ImageRules:
-    """As `image_rules`. Raises ConfigError with the reason if there are none."""
+    """The rules of `image_rules`. Raises ConfigError with the reason if there are none."""
     rules = image_rules(folder, model)
     if rules is None:
         raise ConfigError(f"roles: {folder} has no encode role: {problem(model) or 'it does not accept images'}")
@@ -70,10 +70,6 @@ def _token(folder: Path, token_id: int) -> str:
     path = folder / "tokenizer.json"
     added = json.loads(path.read_bytes()).get("added_tokens", []) if path.is_file() else []
     return next((str(token["content"]) for token in added if token["id"] == token_id), "")
-
-
-# Bytes of one number. nvfp4 has one byte of scale for every 16 numbers.
-_WIDTHS = {"float32": 4.0, "float16": 2.0, "bfloat16": 2.0, "fp8": 1.0, "nvfp4": 9 / 16}
 
 
 def model_facts(config: TrtllmConfig, args: EngineArguments, package: Package) -> ModelFacts:
@@ -131,7 +127,7 @@ def _layout(folder: Path, model: dict[str, Any], args: EngineArguments, package:
         "lora": args.enable_lora,
     }
     dtype = str(model.get("torch_dtype") or model.get("dtype") or "bfloat16") if kv.dtype == "auto" else kv.dtype
-    return kv_layout(identity, model, dtype, kv.tokens_per_block, _WIDTHS.get(dtype, 2.0))
+    return kv_layout(identity, model, dtype, kv.tokens_per_block)
 
 
 def _required_ends(folder: Path, model: dict[str, Any]) -> tuple[int, ...]:

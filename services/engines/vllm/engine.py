@@ -10,12 +10,13 @@ from typing import Any
 
 from typing_extensions import Self
 
-from baton.errors import EngineFailed, HandoffLost, Unsupported
+from baton.errors import HandoffLost, Unsupported
 from runtime.aio import timeout
 from services.engines.answer import Finished, FinishReason, Tokens
 from services.engines.base import EngineLoad
 from services.engines.external.engine import CANARY_SALT, ExternalEngine
-from services.engines.external.stream import RunningStream
+from services.engines.external.families import PackageFamilies
+from services.engines.external.requests import RequestLimits, RunningStream
 from services.engines.kv_events import KvChange
 from services.engines.kv_transfer import RemoteKv
 from services.engines.lora.adapters import LoraAdapters
@@ -34,7 +35,7 @@ from services.engines.vllm.orphans import OrphanWatch
 from services.engines.vllm.package import VllmPackage
 from services.engines.vllm.requests.builder import Budgeted, VllmRequestBuilder, seeded
 from services.engines.vllm.requests.generation import KnownTokensDiffer, VllmGeneration
-from services.engines.vllm.requests.inflight import VllmLimits, VllmRequests
+from services.engines.vllm.requests.inflight import VllmRequests
 from services.engines.vllm.requests.plan import Plan, behind_emitted, plan
 from services.engines.vllm.requests.sampling import GuideChecks
 from services.engines.vllm.requests.stream import finished, prefilled
@@ -46,6 +47,7 @@ _FIRST_STEP_SECONDS = 300.0
 class VllmEngine(ExternalEngine):
     """An Engine that transfers KV itself. See docs/vllm.md for its limits."""
 
+    _title = "vLLM"
     _requests: VllmRequests
     _held: HeldByVllm
 
@@ -67,7 +69,8 @@ class VllmEngine(ExternalEngine):
             watch = stack.enter_context(OrphanWatch())
             sockets = stack.enter_context(event_sockets(self._args.data_parallel_size)) if self._has_events else None
             starting = EngineStart(self._roles, facts.max_context_tokens, sockets, self._record_step)
-            self._llm = await self._start(starting)
+            loading = asyncio.to_thread(start, self._config, self._effective, self._package, starting)
+            self._llm = await self._loaded(loading, self._config.start_seconds)
             stack.push_async_callback(end, self._llm)
             watch.started()
             self._facts = replace(
@@ -82,18 +85,10 @@ class VllmEngine(ExternalEngine):
             events = EventReader(sockets, self._args.data_parallel_size, self._facts.layout.block_tokens)
             self._reader = await stack.enter_async_context(events)
             await self._open_canary(stack, self._config.canary_seconds, self._config.canary_patience_seconds)
-            stack.enter_context(metrics.VllmFamilies())
+            stack.enter_context(PackageFamilies("vllm:"))
             await stack.enter_async_context(self._sleep)
             self._open = stack.pop_all()
         return self
-
-    async def _start(self, starting: EngineStart) -> Any:
-        loading = asyncio.to_thread(start, self._config, self._effective, self._package, starting)
-        try:
-            async with timeout(self._config.start_seconds):
-                return await loading
-        except TimeoutError as error:
-            raise EngineFailed(f"vLLM has not started within {self._config.start_seconds} s") from error
 
     def _prepare(self, stack: AsyncExitStack) -> None:
         size = self._facts.layout.block_tokens
@@ -105,7 +100,7 @@ class VllmEngine(ExternalEngine):
         stack.callback(self._guides.close)
         self._builder = VllmRequestBuilder(self._package, self._facts, self._blocks, self._slots)
         most = self._args.max_num_seqs * self._args.data_parallel_size + self._config.max_waiting
-        limits = VllmLimits(most, size, self._config.slow_reader_seconds, self._config.abort_seconds)
+        limits = RequestLimits(most, size, self._config.slow_reader_seconds, self._config.abort_seconds)
         self._requests = VllmRequests(self._llm, self._package, limits)
         stack.push_async_callback(self._requests.close)
         self._sleep = VllmSleep(self._llm, self._requests, self._config.sleep_after_seconds)
@@ -215,7 +210,7 @@ class VllmEngine(ExternalEngine):
         generation = self._requests.submit(self._builder.following(prompt, chosen, computed, state.params))
         async with AsyncExitStack() as undo:
             undo.push_async_callback(self._drop, generation)
-            await self._arrival(generation)
+            await self._arrived(generation.known(), self._config.handoff.fetch_seconds)
             undo.pop_all()
         return RunningStream(
             self._yielded(generation, prompt, chosen, fetched=True),
@@ -223,17 +218,6 @@ class VllmEngine(ExternalEngine):
             generation,
             partial(finished, generation, prompt, chosen, self._facts, fetched=True),
         )
-
-    async def _arrival(self, generation: VllmGeneration) -> None:
-        try:
-            async with timeout(self._config.handoff.fetch_seconds):
-                await generation.known()
-        except TimeoutError as error:
-            raise HandoffLost(f"the KV did not arrive within {self._config.handoff.fetch_seconds} s") from error
-        except EngineFailed as error:
-            if self._requests.failure is not None:
-                raise
-            raise HandoffLost(f"the KV did not arrive: {error.message}") from error
 
     async def _whole(self, prompt: Prompt, sampling: Sampling) -> AsyncGenerator[Tokens | Finished, None]:
         await self._check(prompt, sampling)

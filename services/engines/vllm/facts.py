@@ -4,15 +4,12 @@ from pathlib import Path
 from typing import Any
 
 from services.engines.base import ModelFacts
-from services.engines.external.package import kv_layout, read_model
+from services.engines.external.package import kv_dtype, kv_layout, read_model
 from services.engines.kv import KvLayout
 from services.engines.pytorch.model.checkpoint import end_ids, fingerprint, model_files, read_json
 from services.engines.vllm.config import VllmArguments, VllmConfig
 from services.engines.vllm.package import VllmPackage
 from services.engines.vllm.requests.sampling import unsupported_options
-
-# Bytes of one number in a KV cache.
-_WIDTHS = {"float32": 4, "float16": 2, "bfloat16": 2, "fp8": 1, "fp8_e4m3": 1, "fp8_e5m2": 1}
 
 
 def vllm_facts(config: VllmConfig, args: VllmArguments, package: VllmPackage, *, takes_handoffs: bool) -> ModelFacts:
@@ -56,13 +53,4 @@ def _layout(folder: Path, model: dict[str, Any], args: VllmArguments, package: V
         "weights": fingerprint(folder),
         "quantization": args.quantization,
     }
-    dtype = _dtype(model, args)
-    return kv_layout(identity, model, dtype, args.block_size, _WIDTHS.get(dtype, 2))
-
-
-def _dtype(model: dict[str, Any], args: VllmArguments) -> str:
-    if args.kv_cache_dtype != "auto":
-        return args.kv_cache_dtype
-    if args.dtype != "auto":
-        return args.dtype
-    return str(model.get("dtype") or model.get("torch_dtype") or "bfloat16")
+    return kv_layout(identity, model, kv_dtype(args.kv_cache_dtype, args.dtype, model), args.block_size)

@@ -28,7 +28,7 @@ from runtime.aio import timeout
 
 
 async def count(request: pb.GenerateRequest, context: Any) -> None:
-    """As many answers as the prompt says."""
+    """Answers, as many as the prompt says."""
     for number in range(int(request.prompt)):
         await context.write(pb.GenerateResponse(sequence=number))
 

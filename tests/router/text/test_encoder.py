@@ -89,7 +89,7 @@ TEXTS = st.lists(
 
 
 def with_bos(tokenizer: Tokenizer) -> Tokenizer:
-    """As Llama 3's: its beginning, and here an end too."""
+    """A template like Llama 3's: its beginning, and here an end too."""
     ids = [(BOS, tokenizer.token_to_id(BOS)), (END, tokenizer.token_to_id(END))]
     template = processors.TemplateProcessing(single=f"{BOS} $A {END}", special_tokens=ids)
     tokenizer.post_processor = processors.Sequence([processors.ByteLevel(trim_offsets=False), template])
@@ -108,7 +108,7 @@ def merging(name: str, tokens: Sequence[AddedToken] = PLAIN) -> Tokenizer:
 
 
 def composed(tokens: Sequence[AddedToken]) -> Tokenizer:
-    """As Qwen's: with NFC."""
+    """A tokenizer like Qwen's: with NFC."""
     tokenizer = merging("Qwen 2", [])
     tokenizer.normalizer = normalizers.NFC()
     tokenizer.add_tokens([*tokens])

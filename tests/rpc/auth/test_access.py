@@ -24,7 +24,7 @@ from rpc.auth.caller import current_caller
 from rpc.auth.tls import TlsConfig
 from rpc.channels import open_channel
 from rpc.health import Health
-from rpc.server import ConnectionLimits, Server, serve
+from rpc.server import ConnectionLimits, Server, ServerOptions, serve
 
 ALICE, ADMIN = "alice-0123456789abcdef", "admin-0123456789abcdef"
 RULES: Rules = {
@@ -49,7 +49,8 @@ def serving(
     services = [service({"ListModels": list_models, "GetModel": get_model})]
     health = Health()
     health.set("", True)
-    return serve("127.0.0.1:0", services, health=health, tls=tls, access=access, connections=limits)
+    options = ServerOptions(tls=tls, access=access, connections=limits or ConnectionLimits())
+    return serve("127.0.0.1:0", services, health=health, options=options)
 
 
 @pytest.fixture

@@ -11,7 +11,7 @@ from baton.errors import ConfigError, Unavailable
 from rpc.auth.tls import TlsConfig
 from rpc.channels import open_channel
 from rpc.health import SERVING, Health
-from rpc.server import serve
+from rpc.server import ServerOptions, serve
 
 
 @pytest.fixture
@@ -29,7 +29,7 @@ async def health_through(server_tls: TlsConfig, channel_tls: TlsConfig | None) -
     health = Health()
     health.set("", True)
     async with (
-        serve("127.0.0.1:0", [], health=health, tls=server_tls) as server,
+        serve("127.0.0.1:0", [], health=health, options=ServerOptions(tls=server_tls)) as server,
         open_channel(server.address, channel_tls) as channel,
     ):
         return (await unary(health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest()))).status

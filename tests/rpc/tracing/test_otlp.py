@@ -35,6 +35,6 @@ async def test_an_attribute_that_has_no_encoding_costs_no_other_one() -> None:
 
 
 def attributes(span: ReadableSpan) -> dict[str, str]:
-    """As a receiver has them."""
+    """The spans that a receiver has."""
     (message,) = export_request([span]).resource_spans[0].scope_spans[0].spans
     return {each.key: each.value.string_value for each in message.attributes}

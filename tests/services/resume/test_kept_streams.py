@@ -1,12 +1,9 @@
 """Kept decodes: they outlive their readers, are taken over exactly, refuse strangers, and end in time."""
 
 import asyncio
-import os
 import secrets
-import weakref
 from collections.abc import AsyncIterator
 from contextlib import aclosing
-from contextvars import ContextVar
 from dataclasses import dataclass, field
 from hashlib import sha256
 from typing import Any
@@ -23,13 +20,6 @@ from baton.engine.v1 import decode_pb2
 from baton.errors import BatonError, PositionInvalid, StaleAttempt, StreamAdopted, StreamLost, Unavailable
 from runtime.aio import timeout
 from services.config import KeepConfig
-from services.engines.answer import PromptLogprobs, Tokens
-from services.engines.base import EngineLoad
-from services.engines.journal.journal import Journal, RecoveredDecode
-from services.engines.journal.slots import SlotShape
-from services.resume.stream import KeptRequest, KeptStream
-from services.resume.streams import KeptStreams
-from services.resume.takeover import LeftStream
 
 _GRACE_SECONDS = 1.0
 _SECRET = b"s" * 16
@@ -307,59 +297,6 @@ async def test_ended_streams_take_bounded_memory(start: Starter) -> None:
         assert len(decode.worker.kept) == 4
 
 
-class Marker:
-    """Something of a request's context."""
-
-
-async def test_an_ended_stream_keeps_nothing_of_its_request_but_what_it_tells() -> None:
-    context: ContextVar[Marker] = ContextVar("context")
-
-    async def generate(stream: KeptStream) -> None:
-        stream.finish(decode_pb2.DecodeResponse())
-
-    async def read(kept: KeptStreams) -> "weakref.ref[Marker]":
-        marker = Marker()
-        context.set(marker)
-        stream = await kept.start(_kept("a"), generate, 60.0)
-        with kept.reading(stream, 0):
-            await eventually(lambda: stream.has_ended)
-        return weakref.ref(marker)
-
-    def no_load() -> EngineLoad:
-        raise AssertionError("nothing generates")
-
-    async with KeptStreams(KeepConfig(), no_load) as kept:
-        left = await asyncio.create_task(read(kept))
-        await eventually(lambda: left() is None)
-        assert len(kept) == 1
-
-
-async def test_of_too_many_that_a_process_has_left_the_oldest_frees_its_blocks_and_its_slot() -> None:
-    shape, ended = SlotShape(tokens=64, blocks=8), list[str]()
-    descriptor = os.memfd_create("journal")
-    os.ftruncate(descriptor, 2 * shape.num_bytes)
-    journal = Journal(descriptor, shape, 2)
-    journal.begin()
-
-    async def own(stream: KeptStream) -> None:
-        try:
-            await asyncio.sleep(60)
-        finally:
-            ended.append(stream.kept.request_id)  # here its blocks are released
-
-    def no_load() -> EngineLoad:
-        raise AssertionError("nobody looks so early")
-
-    async with KeptStreams(KeepConfig(max_parked=1), no_load, journal) as kept:
-        for name in ("first", "second"):
-            slot = journal.open_slot(b"", [1, 2])
-            assert slot is not None
-            kept.take_over(LeftStream(_kept(name, grace=30), None, RecoveredDecode(slot, b"", [1, 2], None)), own)
-        await eventually(lambda: journal.has_room)
-        assert ended == ["first"]
-        assert [stream.kept.request_id for stream in kept.streams] == ["second"]
-
-
 async def test_the_prompts_of_ended_streams_count(start: Starter) -> None:
     async with in_one_task(start("decode", keep=KeepConfig(max_finished_bytes=8000))) as decode:
         for number in range(4):
@@ -368,18 +305,6 @@ async def test_the_prompts_of_ended_streams_count(start: Starter) -> None:
             found = await _read(decode.calls.decodes.Decode(request), Reading())
             assert found.error is None, found.error
         assert len(decode.worker.kept) == 2
-
-
-def test_the_log_probabilities_of_a_prompt_count_until_they_are_read() -> None:
-    request = _kept("a")
-    request.sampling.prompt_logprobs = 0
-    stream = KeptStream(KeptRequest.of(request, 60.0), 2**20)
-    before, logprobs = stream.size, stream.logprobs
-    assert logprobs is not None
-    stream.add(Tokens((7,), prompt_logprobs=PromptLogprobs((-0.5,) * 5000, 0)))
-    assert stream.size >= before + 4 * 5000
-    logprobs.prompt = None
-    assert stream.size == before + 4
 
 
 async def test_a_worker_may_keep_none(start: Starter) -> None:

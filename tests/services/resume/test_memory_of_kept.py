@@ -2,9 +2,11 @@
 
 import asyncio
 import gc
+import os
 import sys
 import tracemalloc
-from contextvars import copy_context
+import weakref
+from contextvars import ContextVar, copy_context
 from functools import partial
 from hashlib import sha256
 
@@ -12,11 +14,14 @@ from support.eventually import eventually
 
 from baton.engine.v1 import decode_pb2
 from services.config import KeepConfig
-from services.engines.answer import Tokens
+from services.engines.answer import PromptLogprobs, Tokens
 from services.engines.base import EngineLoad
+from services.engines.journal.journal import Journal, RecoveredDecode
+from services.engines.journal.slots import SlotShape
 from services.resume.graces import Graces
-from services.resume.stream import KeptStream
+from services.resume.stream import KeptRequest, KeptStream
 from services.resume.streams import KeptStreams
+from services.resume.takeover import LeftStream
 
 _ANSWERS = 300
 # That of a plain request by gRPC.
@@ -25,6 +30,14 @@ _RECORD_BYTES = 145
 
 def _no_load() -> EngineLoad:
     raise AssertionError("nothing is parked")
+
+
+def _kept(name: str, grace: int) -> decode_pb2.DecodeRequest:
+    request = decode_pb2.DecodeRequest(request_id=name)
+    request.prompt.token_ids.extend(range(300, 310))
+    request.keep.secret_sha256 = request.keep.owner_sha256 = sha256(b"secret").digest()
+    request.keep.grace.FromSeconds(grace)
+    return request
 
 
 async def _generate(tokens: int, stream: KeptStream) -> None:
@@ -115,3 +128,62 @@ async def test_one_that_cannot_go_keeps_no_other() -> None:
         graces.begin(name, 0.3)
     await eventually(lambda: sorted(ended) == ["a", "b", "c"])
     assert [str(each) for each in raised] == ["broken"]
+
+
+class Marker:
+    """Something of a request's context."""
+
+
+async def test_an_ended_stream_keeps_nothing_of_its_request_but_what_it_tells() -> None:
+    context: ContextVar[Marker] = ContextVar("context")
+
+    async def generate(stream: KeptStream) -> None:
+        stream.finish(decode_pb2.DecodeResponse())
+
+    async def read(kept: KeptStreams) -> "weakref.ref[Marker]":
+        marker = Marker()
+        context.set(marker)
+        stream = await kept.start(_kept("a", 1), generate, 60.0)
+        with kept.reading(stream, 0):
+            await eventually(lambda: stream.has_ended)
+        return weakref.ref(marker)
+
+    async with KeptStreams(KeepConfig(), _no_load) as kept:
+        left = await asyncio.create_task(read(kept))
+        await eventually(lambda: left() is None)
+        assert len(kept) == 1
+
+
+async def test_of_too_many_that_a_process_has_left_the_oldest_frees_its_blocks_and_its_slot() -> None:
+    shape, ended = SlotShape(tokens=64, blocks=8), list[str]()
+    descriptor = os.memfd_create("journal")
+    os.ftruncate(descriptor, 2 * shape.num_bytes)
+    journal = Journal(descriptor, shape, 2)
+    journal.begin()
+
+    async def own(stream: KeptStream) -> None:
+        try:
+            await asyncio.sleep(60)
+        finally:
+            ended.append(stream.kept.request_id)  # here its blocks are released
+
+    async with KeptStreams(KeepConfig(max_parked=1), _no_load, journal) as kept:
+        for name in ("first", "second"):
+            slot = journal.open_slot(b"", [1, 2])
+            assert slot is not None
+            kept.take_over(LeftStream(_kept(name, 30), None, RecoveredDecode(slot, b"", [1, 2], None)), own)
+        await eventually(lambda: journal.has_room)
+        assert ended == ["first"]
+        assert [stream.kept.request_id for stream in kept.streams] == ["second"]
+
+
+def test_the_log_probabilities_of_a_prompt_count_until_they_are_read() -> None:
+    request = _kept("a", 1)
+    request.sampling.prompt_logprobs = 0
+    stream = KeptStream(KeptRequest.of(request, 60.0), 2**20)
+    before, logprobs = stream.size, stream.logprobs
+    assert logprobs is not None
+    stream.add(Tokens((7,), prompt_logprobs=PromptLogprobs((-0.5,) * 5000, 0)))
+    assert stream.size >= before + 4 * 5000
+    logprobs.prompt = None
+    assert stream.size == before + 4

@@ -20,7 +20,7 @@ BLOCKS_OF_TEXT = 4
 
 @asynccontextmanager
 async def watched(running: Running) -> AsyncIterator[None]:
-    """As `python -m services` does: polls the engine's load repeatedly."""
+    """Polls the engine's load repeatedly, as `python -m services` does."""
     task = asyncio.create_task(running.worker.watch_engines())
     try:
         yield

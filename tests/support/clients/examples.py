@@ -23,7 +23,7 @@ LIBRARIES = "openai-clients"
 
 
 def on_this_machine(seconds: float) -> float:
-    """As many for a program that has a core, and more where others want it too."""
+    """The seconds for a program that has a core, and more where others want it too."""
     return seconds * min(10.0, max(1.0, os.getloadavg()[0] / (os.cpu_count() or 1)))
 
 

@@ -2,7 +2,7 @@
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -129,9 +129,6 @@ class Stream:
     @property
     def token_ids(self) -> list[int]:
         return [token_id for message in self.messages for token_id in message.token.token_ids]
-
-
-OpenBench = Callable[..., AbstractAsyncContextManager[Bench]]
 
 
 def simulated(worker_id: str, *roles: str, **engine: object) -> WorkerConfig:

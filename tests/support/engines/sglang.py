@@ -18,11 +18,9 @@ from support.engines.checkpoints import save_qwen3
 from support.engines.device import DEVICE
 from support.engines.engine_calls import CONTEXT_TOKENS, MAX_SEQUENCES, MAX_WAITING
 
-from services.config import WorkerConfig
 from services.engines.base import Engine
-from services.engines.context import EngineConfig, EngineContext
+from services.engines.context import EngineContext
 from services.engines.external.surroundings import free_ports
-from services.engines.registry import ENGINES, EngineKind
 from services.engines.sglang.config import SglangConfig
 from services.engines.sglang.factory import open_sglang
 
@@ -124,37 +122,3 @@ class SharedSglang:
 
 
 SHARED = SharedSglang()
-
-
-class LentConfig(EngineConfig):
-    """The engine of a worker under test, which borrows one of SHARED."""
-
-    kind: Literal["sglang-lent"] = "sglang-lent"
-    side: Side
-
-    @property
-    def allows_fault_injection(self) -> bool:
-        return True
-
-
-def lent_worker(worker_id: str, role: Literal["prefill", "decode"]) -> WorkerConfig:
-    """A worker of this role on a shared engine. Use it within `lent_kind`."""
-    return WorkerConfig.model_validate(
-        {
-            "worker_id": worker_id,
-            "roles": [role],
-            "engine": LentConfig(side=role),
-            "handoff": {"lease_seconds": LEASE_SECONDS},
-            "drain_seconds": 0,
-        }
-    )
-
-
-@contextmanager
-def lent_kind() -> Iterator[None]:
-    """Makes the kind of LentConfig known to the registry of engines."""
-    ENGINES["sglang-lent"] = EngineKind(LentConfig, lambda config, context: SHARED.lend(config.side))
-    try:
-        yield
-    finally:
-        del ENGINES["sglang-lent"]

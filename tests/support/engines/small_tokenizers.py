@@ -37,7 +37,7 @@ WORD_MARK, HELLO, WORLD = 258, 259, 260  # ids of the first words in `byte_fallb
 
 
 def byte_level_rust() -> RustTokenizer:
-    """As GPT-2's, Llama 3's and Qwen's: any byte is a token, frequent words are too."""
+    """A tokenizer like GPT-2's, Llama 3's and Qwen's: any byte is a token, frequent words are too."""
     tokenizer = RustTokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -68,7 +68,7 @@ def byte_level(config_json: str = '{"bos_token": "<s>", "eos_token": "</s>"}', t
 
 
 def byte_fallback() -> Tokenizer:
-    """As Llama 2's: words begin with a mark for the space before them, unknown characters are byte tokens."""
+    """One like Llama 2's: words begin with a mark for the space before them, unknown characters are byte tokens."""
     byte_tokens = [f"<0x{byte:02X}>" for byte in range(256)]
     vocabulary = {token: index for index, token in enumerate([BOS, EOS, *byte_tokens, *_WORDS])}
     tokenizer = RustTokenizer(models.BPE(vocabulary, [], byte_fallback=True, unk_token=None))
@@ -85,7 +85,7 @@ def byte_fallback() -> Tokenizer:
 
 
 def word_pieces() -> Tokenizer:
-    """As BERT's: words are joined by spaces, `##` marks what continues one, and punctuation loses its space."""
+    """One like BERT's: words are joined by spaces, `##` marks what continues one, and punctuation loses its space."""
     tokens = [BOS, EOS, "hello", "world", "##s", "##ing", "n't", ".", ",", "'", "s", "你", "##好", "[UNK]"]
     vocabulary = {token: index for index, token in enumerate(tokens)}
     tokenizer = RustTokenizer(models.WordPiece(vocabulary, unk_token="[UNK]"))
@@ -95,7 +95,7 @@ def word_pieces() -> Tokenizer:
 
 
 def marked_words() -> Tokenizer:
-    """As T5's: words begin with a mark for the space before them, and there are no bytes."""
+    """A tokenizer like T5's: words begin with a mark for the space before them, and there are no bytes."""
     tokens = [BOS, EOS, "▁", "▁hello", "▁world", "hello", "s", "!", "▁▁"]
     tokenizer = RustTokenizer(models.Unigram([(token, 0.0) for token in tokens]))
     tokenizer.decoder = decoders.Metaspace()

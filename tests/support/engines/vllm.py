@@ -11,7 +11,6 @@ from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from importlib.util import find_spec
 from pathlib import Path
 from tempfile import mkdtemp
-from typing import Literal
 
 import pytest
 from support.engines.adapters import save_adapter
@@ -19,10 +18,8 @@ from support.engines.checkpoints import save_qwen3
 from support.engines.device import DEVICE
 from support.engines.engine_calls import CONTEXT_TOKENS, MAX_SEQUENCES, MAX_WAITING
 
-from services.config import WorkerConfig
 from services.engines.base import Engine
-from services.engines.context import EngineConfig, EngineContext
-from services.engines.registry import ENGINES, EngineKind
+from services.engines.context import EngineContext
 from services.engines.vllm.config import VllmConfig
 from services.engines.vllm.factory import open_vllm
 
@@ -93,7 +90,7 @@ class SharedVllm:
         self._folder: Path | None = None
 
     @asynccontextmanager
-    async def lend(self, _checkpoint: Path | None = None) -> AsyncIterator[Engine]:
+    async def lend(self, _which: object = None) -> AsyncIterator[Engine]:
         """An idle engine, of a checkpoint of its own."""
         if not self._free:
             assert self._started < 2, "tests may use two engines of vLLM"
@@ -121,36 +118,3 @@ class SharedVllm:
 
 
 SHARED = SharedVllm()
-
-
-class LentConfig(EngineConfig):
-    """The engine of a worker under test, which borrows one of SHARED."""
-
-    kind: Literal["vllm-lent"] = "vllm-lent"
-
-    @property
-    def allows_fault_injection(self) -> bool:
-        return True
-
-
-def lent_worker(worker_id: str, role: str) -> WorkerConfig:
-    """A worker of this role on a shared engine. Use it within `lent_kind`."""
-    return WorkerConfig.model_validate(
-        {
-            "worker_id": worker_id,
-            "roles": [role],
-            "engine": LentConfig(),
-            "handoff": {"lease_seconds": LEASE_SECONDS},
-            "drain_seconds": 0,
-        }
-    )
-
-
-@contextmanager
-def lent_kind() -> Iterator[None]:
-    """Makes the kind of LentConfig known to the registry of engines."""
-    ENGINES["vllm-lent"] = EngineKind(LentConfig, lambda config, context: SHARED.lend())
-    try:
-        yield
-    finally:
-        del ENGINES["vllm-lent"]

@@ -23,7 +23,6 @@ from support.http2.peer import Peer, head, message
 
 PROTOCOL, FLOW, CLOSED, SIZE, REFUSED, COMPRESSION = 1, 3, 5, 6, 7, 9
 END, BOTH = "END_HEADERS", ("END_HEADERS", "END_STREAM")
-LARGEST_WINDOW = 2**31 - 1
 
 
 @dataclass(frozen=True, slots=True)

@@ -28,7 +28,7 @@ _FRAME_BYTES = 16_384
 
 
 def message(content: bytes, *, compressed: int = 0) -> bytes:
-    """As gRPC frames it."""
+    """The message as gRPC frames it."""
     return bytes([compressed]) + len(content).to_bytes(4, "big") + content
 
 

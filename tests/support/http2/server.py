@@ -45,7 +45,7 @@ class Echoing:
 
 
 def path(method: str) -> str:
-    """As `:path` has it."""
+    """The method as `:path` has it."""
     return f"/{SERVICE}/{method}"
 
 
@@ -58,7 +58,7 @@ async def unary(request: bytes, context: Context) -> bytes:
 
 
 async def count(request: bytes, context: Context) -> AsyncIterator[bytes]:
-    """As many messages as the request says, of their numbers."""
+    """Messages, as many as the request says, of their numbers."""
     for number in range(_number(request)):
         yield str(number).encode()
 

@@ -11,7 +11,7 @@ from baton.inference.v1 import inference_service_pb2_grpc as inference
 from engine_protocol.multiplex.service import multiplex
 from rpc.channels import open_channel
 from rpc.health import Health
-from rpc.server import ConnectionLimits, Server, Service, serve
+from rpc.server import ConnectionLimits, Server, ServerOptions, Service, serve
 from rpc.tracing.tracer import NO_TRACER, Tracer
 
 NAME = "baton.inference.v1.InferenceService"
@@ -51,9 +51,11 @@ async def scripted(
             [service(methods)],
             health=health,
             drain_seconds=drain_seconds,
-            tracer=tracer,
-            connections=connections,
-            around=[multiplex([service(methods)])] if is_multiplexed else (),
+            options=ServerOptions(
+                tracer=tracer,
+                connections=connections or ConnectionLimits(),
+                around=[multiplex([service(methods)])] if is_multiplexed else (),
+            ),
         ) as server,
         open_channel(server.address) as channel,
     ):

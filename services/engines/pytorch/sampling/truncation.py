@@ -41,7 +41,7 @@ def apply_min_p(logits: torch.Tensor, samplings: Sequence[Sampling]) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Ranked:
-    """As KeptLogits, with `complete` `[rows]` on the device, so that nothing waits for it."""
+    """KeptLogits with `complete` `[rows]` on the device, so that nothing waits for it."""
 
     logits: torch.Tensor
     token_ids: torch.Tensor
@@ -62,7 +62,7 @@ def keep(logits: torch.Tensor, samplings: Sequence[Sampling], width: int) -> Kep
 def rank(
     logits: torch.Tensor, limit: torch.Tensor, top_p: torch.Tensor, min_p: torch.Tensor | None, width: int
 ) -> Ranked:
-    """As `keep`, with the options as columns `[rows, 1]`; a `limit` of the vocabulary's size excludes nothing."""
+    """Ranks with the options as columns `[rows, 1]`; a `limit` of the vocabulary's size excludes nothing."""
     vocabulary = logits.shape[1]
     values, token_ids = logits.topk(width, dim=-1)
     values = values.masked_fill(torch.arange(width, device=logits.device) >= limit, -torch.inf)

@@ -25,7 +25,8 @@ def change() -> None:
         for name in ("disaggregation.decode", "disaggregation.nixl.conn", "managers.scheduler")
     )
     _keep_no_ends(scheduler.Scheduler)
-    _compute_prompts(scheduler.Scheduler, scheduler.DisaggregationMode)
+    _queue_prompts(scheduler.Scheduler, scheduler.DisaggregationMode)
+    _compute_prompts(scheduler.Scheduler)
     _free_later(scheduler.Scheduler, decode)
     _fail_senders(conn.NixlKVManager, conn.NixlKVSender, conn.KVPoll)
 
@@ -41,9 +42,9 @@ def _keep_no_ends(scheduler: Any) -> None:
     scheduler.init_model_config = init_model_config
 
 
-def _compute_prompts(scheduler: Any, modes: Any) -> None:
-    add, abort, idle = scheduler._add_request_to_queue, scheduler.abort_request, scheduler.is_fully_idle
-    init, next_batch = scheduler.init_disaggregation, scheduler.get_next_disagg_decode_batch_to_run
+def _queue_prompts(scheduler: Any, modes: Any) -> None:
+    """Prompts of rooms in which nothing is sent wait in a queue of their own, `baton_local`."""
+    add, abort, init = scheduler._add_request_to_queue, scheduler.abort_request, scheduler.init_disaggregation
 
     def init_disaggregation(self: Any) -> None:
         self.baton_local = []
@@ -64,6 +65,15 @@ def _compute_prompts(scheduler: Any, modes: Any) -> None:
             self.ipc_channels.send_to_tokenizer.send_output(type(asked)(rid=req.rid), req)
         abort(self, asked)
 
+    scheduler.init_disaggregation = init_disaggregation
+    scheduler._add_request_to_queue = add_request
+    scheduler.abort_request = abort_request
+
+
+def _compute_prompts(scheduler: Any) -> None:
+    """The prompts of `baton_local` are computed between the steps of a decode engine."""
+    idle, next_batch = scheduler.is_fully_idle, scheduler.get_next_disagg_decode_batch_to_run
+
     def is_fully_idle(self: Any, *arguments: Any, **named: Any) -> bool:
         return not self.baton_local and not self.baton_closing and bool(idle(self, *arguments, **named))
 
@@ -79,9 +89,6 @@ def _compute_prompts(scheduler: Any, modes: Any) -> None:
         finally:
             self.baton_local, self.waiting_queue = self.waiting_queue, arrived
 
-    scheduler.init_disaggregation = init_disaggregation
-    scheduler._add_request_to_queue = add_request
-    scheduler.abort_request = abort_request
     scheduler.is_fully_idle = is_fully_idle
     scheduler.get_next_disagg_decode_batch_to_run = get_next_batch
 

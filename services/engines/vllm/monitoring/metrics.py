@@ -1,15 +1,10 @@
 """The adapter's metrics, and vLLM's own, `vllm:*`, at the same endpoint."""
 
 import time
-from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from prometheus_client import REGISTRY as LIBRARY_REGISTRY
-from prometheus_client import Metric
-from prometheus_client.registry import Collector
-
-from runtime.telemetry.metrics import REGISTRY, counter, gauge
+from runtime.telemetry.metrics import counter, gauge
 
 HANDOFFS = gauge("baton_vllm_handoffs_held", "Prompts whose KV vLLM holds for readers.")
 EXPIRED = counter("baton_vllm_handoffs_expired_total", "Handoffs whose KV vLLM freed before they were confirmed.")
@@ -24,30 +19,6 @@ DIVERGED = counter(
     "Sampled answers that were continued, and whose first tokens did not come again.",
 )
 KV_EVENT_GAPS = counter("baton_vllm_kv_event_gaps_total", "Times that KV events were lost.")
-
-_PREFIX = "vllm:"
-
-
-class VllmFamilies(Collector):
-    """The families that vLLM keeps in Prometheus' global registry, which is not served here."""
-
-    def collect(self) -> Iterator[Metric]:
-        """Returns the families for a scrape."""
-        for family in LIBRARY_REGISTRY.collect():
-            if family.name.startswith(_PREFIX):
-                yield family
-
-    def describe(self) -> Iterable[Metric]:
-        """Returns nothing: the families depend on the version."""
-        return ()
-
-    def __enter__(self) -> "VllmFamilies":
-        REGISTRY.register(self)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        REGISTRY.unregister(self)
-
 
 _FRESH_SECONDS = 2.0
 

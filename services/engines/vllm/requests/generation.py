@@ -65,12 +65,6 @@ class VllmGeneration(ExternalGeneration):
         """True if every token that the client has already was generated, and at least one token at all."""
         return len(self.ids) >= max(1, len(self.request.plan.known))
 
-    async def ending(self) -> None:
-        """Waits for the end. Raises what ended it early."""
-        await self.reached()
-        if self.error is not None:
-            raise self.error
-
     async def known(self) -> None:
         """Waits until the known tokens, and one at least, are there, or the end. Raises what ended it early."""
         await self.reached(lambda: self.has_known_tokens)

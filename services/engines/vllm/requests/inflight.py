@@ -2,31 +2,20 @@
 
 import asyncio
 import itertools
-from dataclasses import dataclass
 from typing import Any
 
 from baton.errors import BatonError, EngineFailed, InvalidRequest, Overloaded, Unavailable
 from runtime.aio import timeout
-from services.engines.external.requests import ExternalRequests, text_of
+from services.engines.external.requests import ExternalRequests, RequestLimits, text_of
 from services.engines.vllm.monitoring import metrics
 from services.engines.vllm.package import VllmPackage
 from services.engines.vllm.requests.generation import VllmGeneration, VllmRequest
 
 
-@dataclass(frozen=True, slots=True)
-class VllmLimits:
-    """Limits: the requests that may run and wait, and the seconds that a reader and an abort may take."""
-
-    requests: int
-    block_tokens: int
-    reader_seconds: float
-    abort_seconds: float
-
-
 class VllmRequests(ExternalRequests[VllmGeneration]):
     """The requests of one AsyncLLM."""
 
-    def __init__(self, llm: Any, package: VllmPackage, limits: VllmLimits) -> None:
+    def __init__(self, llm: Any, package: VllmPackage, limits: RequestLimits) -> None:
         super().__init__("vLLM", limits.requests, limits.block_tokens)
         self._llm = llm
         self._package = package

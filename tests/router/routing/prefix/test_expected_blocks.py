@@ -59,7 +59,7 @@ def test_what_is_taken_back_is_not_found_nor_what_comes_after_it() -> None:
 
 
 def _extent(expected: ExpectedBlocks, keys: list[int], reported: set[int]) -> int:
-    """As PrefixCaches counts."""
+    """The count of PrefixCaches."""
     count = 0
     while True:
         before = count

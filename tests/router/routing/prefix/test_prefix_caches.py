@@ -56,7 +56,7 @@ def test_a_prefix_is_estimated_to_be_where_it_was_sent() -> None:
 
 
 def test_workers_without_a_cache_share_the_requests_of_a_prefix() -> None:
-    """As one that was sent the prefix first would get all others, and compute it for each of them."""
+    """The one that was sent the prefix first would get all others otherwise, and compute it for each of them."""
     policy, workers = PredictedSeconds(clock=ManualClock()), [Idle(name) for name in "abc"]
     placed = [place(policy, workers, number, 0) for number in range(90)]
     assert max(Counter(placed[30:]).values()) <= 22

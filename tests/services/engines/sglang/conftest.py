@@ -5,6 +5,7 @@ from collections.abc import AsyncIterator
 import pytest_asyncio
 from support.cluster.in_process import PATIENT, Bench, bench
 from support.engines import sglang
+from support.engines.lent import lent_kind, lent_worker
 from support.eventually import eventually
 
 from services.engines.sglang.engine import SglangEngine
@@ -31,7 +32,7 @@ async def decode() -> AsyncIterator[SglangEngine]:
 @pytest_asyncio.fixture
 async def pair() -> AsyncIterator[Bench]:
     """A prefill and a decode worker, and a router."""
-    with sglang.installed(), sglang.lent_kind():
-        workers = sglang.lent_worker("p1", "prefill"), sglang.lent_worker("d1", "decode")
+    with sglang.installed(), lent_kind(sglang.SHARED.lend):
+        workers = (lent_worker(f"{role[0]}1", role, sglang.LEASE_SECONDS) for role in ("prefill", "decode"))
         async with bench(*workers, router=PATIENT) as running:
             yield running

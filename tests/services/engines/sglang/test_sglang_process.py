@@ -4,7 +4,6 @@ import os
 import re
 import signal
 import subprocess
-import sys
 import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -14,14 +13,13 @@ import pytest
 import yaml
 from support.engines import sglang
 from support.engines.checkpoints import save_qwen3
+from support.engines.engine_process import engine_process, log_of, until_ready
 from support.eventually import eventually
 
 from services.engines.external.surroundings import free_ports
 
 pytestmark = [pytest.mark.requires_sglang, pytest.mark.timeout(1800)]
 
-ROOT = Path(__file__).resolve().parents[4]
-START_SECONDS = 900.0
 END_SECONDS = 60.0
 
 
@@ -30,35 +28,15 @@ def _worker(folder: Path) -> Iterator["subprocess.Popen[bytes]"]:
     checkpoint = folder / "checkpoint"
     checkpoint.mkdir()
     engine = sglang.settings(save_qwen3(checkpoint, sglang.HEAD_DIM), free_ports("127.0.0.1", 1))
-    config = {
-        "worker_id": "w1",
-        "roles": ["decode"],
-        "listen": "127.0.0.1:0",
-        "metrics_listen": f"127.0.0.1:{free_ports('127.0.0.1', 1)}",
-        "engine": {**engine, "metrics": True, "canary_seconds": 5.0},
-        "handoff": {"lease_seconds": sglang.LEASE_SECONDS},
-        "registry": {"kind": "file", "folder": str(folder / "registry")},
-        "drain_seconds": 0,
-    }
-    path = folder / "worker.yaml"
-    path.write_text(yaml.safe_dump(config))
-    with (folder / "log").open("wb") as log:
-        process = subprocess.Popen([sys.executable, "-m", "services", str(path)], cwd=ROOT, stdout=log, stderr=log)
-        try:
-            yield process
-        finally:
-            process.kill()
-            process.wait()
+    engine |= {"metrics": True, "canary_seconds": 5.0}
+    listen = f"127.0.0.1:{free_ports('127.0.0.1', 1)}"
+    with engine_process(folder, engine, sglang.LEASE_SECONDS, listen) as process:
+        yield process
 
 
 async def _ready(folder: Path, process: "subprocess.Popen[bytes]") -> list[int]:
     """Waits until the worker is ready. Returns the ids of SGLang's processes."""
-
-    def has_ended_or_is_ready() -> bool:
-        return process.poll() is not None or "worker ready" in (folder / "log").read_text(errors="replace")
-
-    await eventually(has_ended_or_is_ready, seconds=START_SECONDS)
-    assert process.poll() is None, (folder / "log").read_text(errors="replace")[-3000:]
+    await until_ready(folder, process)
     return _children(process.pid)
 
 
@@ -103,5 +81,5 @@ async def test_a_worker_whose_scheduler_was_lost_ends(tmp_path: Path) -> None:
                 os.kill(pid, signal.SIGKILL)
         await eventually(lambda: process.poll() is not None, seconds=END_SECONDS)
         assert process.returncode != 0
-        assert "a process of SGLang has ended" in (tmp_path / "log").read_text(errors="replace")
+        assert "a process of SGLang has ended" in log_of(tmp_path)
         await eventually(lambda: not any(map(_runs, children)), seconds=END_SECONDS)

@@ -10,10 +10,11 @@ import pytest
 from support.eventually import eventually
 
 from baton.errors import EngineFailed, HandoffLost, Overloaded, Unavailable, Unsupported
+from services.engines.external.requests import RequestLimits
 from services.engines.prompt import Sampling
 from services.engines.sglang.config import SglangArguments
 from services.engines.sglang.package import SglangPackage
-from services.engines.sglang.requests import SglangGeneration, SglangLimits, SglangRequest, SglangRequests
+from services.engines.sglang.requests import SglangGeneration, SglangRequest, SglangRequests
 from services.engines.sglang.rooms import SglangDestination, read_room
 from services.engines.sglang.sampling import check_sampling, sampling_params, unsupported_options
 
@@ -53,7 +54,7 @@ def said(ids: tuple[int, ...], finish: str | None = None, **told: Any) -> dict[s
 
 def inside(manager: Manager, most: int = 4, abort_seconds: float = 5.0) -> SglangRequests:
     package = cast(SglangPackage, SimpleNamespace(generate_request=SimpleNamespace))
-    limits = SglangLimits(most, 16, 30.0, abort_seconds)
+    limits = RequestLimits(most, 16, 30.0, abort_seconds)
     return SglangRequests(SimpleNamespace(tokenizer_manager=manager), package, limits)
 
 

@@ -146,7 +146,8 @@ def changed_scheduler() -> Any:
             self.waiting_queue = self.waiting_queue[1:]
             return "with prompts"
 
-    changes._compute_prompts(Scheduler, MODES)
+    changes._queue_prompts(Scheduler, MODES)
+    changes._compute_prompts(Scheduler)
     return Scheduler()
 
 

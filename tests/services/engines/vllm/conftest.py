@@ -5,13 +5,14 @@ from collections.abc import AsyncIterator
 import pytest_asyncio
 from support.cluster.in_process import PATIENT, Bench, bench
 from support.engines import vllm
+from support.engines.lent import lent_kind, lent_worker
 
 
 @pytest_asyncio.fixture
 async def pair() -> AsyncIterator[Bench]:
     """A prefill and a decode worker, and a router."""
-    with vllm.installed(), vllm.lent_kind():
+    with vllm.installed(), lent_kind(vllm.SHARED.lend):
         async with bench(
-            vllm.lent_worker("p1", "prefill"), vllm.lent_worker("d1", "decode"), router=PATIENT
+            *(lent_worker(f"{role[0]}1", role, vllm.LEASE_SECONDS) for role in ("prefill", "decode")), router=PATIENT
         ) as running:
             yield running

@@ -6,8 +6,9 @@ from prometheus_client import REGISTRY as LIBRARY_REGISTRY
 from prometheus_client import Counter, Gauge, Histogram, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
+import services.engines.vllm.monitoring.metrics  # noqa: F401 - it registers ours
 from runtime.telemetry.metrics import REGISTRY
-from services.engines.vllm.monitoring.metrics import VllmFamilies
+from services.engines.external.families import PackageFamilies
 
 
 def test_one_scrape_has_ours_and_vllms_families_and_each_series_once() -> None:
@@ -21,7 +22,7 @@ def test_one_scrape_has_ours_and_vllms_families_and_each_series_once() -> None:
     try:
         for metric in theirs[:3]:
             metric.labels("m", "0")
-        with VllmFamilies():
+        with PackageFamilies("vllm:"):
             text = generate_latest(REGISTRY).decode()
         after = generate_latest(REGISTRY).decode()
     finally:

@@ -12,6 +12,7 @@ from support.clients.worker_calls import calls_to, decode_request
 from support.cluster.in_process import Bench
 from support.engines import vllm
 from support.engines.engine_calls import collect, disaggregated, greedy
+from support.engines.lent import lent_worker
 from support.eventually import eventually
 
 from baton.errors import HandoffLost, InvalidRequest, StaleEpoch
@@ -211,7 +212,7 @@ async def test_a_handoff_of_a_worker_that_was_started_again_is_stale(pair: Bench
     async with calls_to(pair.workers["p1"].address) as calls:
         handoff = await calls.prefill()
     await pair.stop("p1")
-    again = await pair.start(vllm.lent_worker("p1", "prefill"))
+    again = await pair.start(lent_worker("p1", "prefill", vllm.LEASE_SECONDS))
     # The later process may even have the address of the earlier one.
     handoff.address = again.address
     async with calls_to(pair.workers["d1"].address) as calls:

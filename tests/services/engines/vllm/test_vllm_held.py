@@ -10,7 +10,7 @@ from services.engines.vllm.held_kv import HeldByVllm, VllmHeldKv
 
 
 class EngineDeadError(Exception):
-    """As vLLM's: an Exception, and of no narrower class."""
+    """An error like vLLM's: an Exception, and of no narrower class."""
 
 
 class Workers:

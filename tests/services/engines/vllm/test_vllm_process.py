@@ -4,18 +4,17 @@ import asyncio
 import os
 import signal
 import subprocess
-import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
 import psutil
 import pytest
-import yaml
 from support.engines import vllm
 from support.engines.checkpoints import save_qwen3
 from support.engines.engine_calls import collect, greedy
+from support.engines.engine_process import engine_process, log_of, until_ready
 from support.eventually import eventually
 
 from baton.errors import HandoffLost
@@ -27,8 +26,6 @@ from services.engines.vllm.factory import open_vllm
 
 pytestmark = [pytest.mark.requires_vllm, pytest.mark.timeout(1800)]
 
-ROOT = Path(__file__).resolve().parents[4]
-START_SECONDS = 900.0
 END_SECONDS = 120.0
 
 
@@ -36,29 +33,9 @@ END_SECONDS = 120.0
 def _worker(folder: Path, **engine: object) -> Iterator["subprocess.Popen[bytes]"]:
     checkpoint = folder / "checkpoint"
     checkpoint.mkdir()
-    config = {
-        "worker_id": "w1",
-        "roles": ["decode"],
-        "listen": "127.0.0.1:0",
-        "metrics_listen": "127.0.0.1:0",
-        "engine": {**vllm.settings(save_qwen3(checkpoint, vllm.HEAD_DIM)), **engine},
-        "handoff": {"lease_seconds": vllm.LEASE_SECONDS},
-        "registry": {"kind": "file", "folder": str(folder / "registry")},
-        "drain_seconds": 0,
-    }
-    path = folder / "worker.yaml"
-    path.write_text(yaml.safe_dump(config))
-    with (folder / "log").open("wb") as log:
-        process = subprocess.Popen([sys.executable, "-m", "services", str(path)], cwd=ROOT, stdout=log, stderr=log)
-        try:
-            yield process
-        finally:
-            process.kill()
-            process.wait()
-
-
-def _said(folder: Path, words: str) -> Callable[[], bool]:
-    return lambda: words in (folder / "log").read_text(errors="replace")
+    whole = {**vllm.settings(save_qwen3(checkpoint, vllm.HEAD_DIM)), **engine}
+    with engine_process(folder, whole, vllm.LEASE_SECONDS) as process:
+        yield process
 
 
 def _vllm_of(pid: int) -> list[psutil.Process]:
@@ -73,7 +50,7 @@ def _runs(process: psutil.Process) -> bool:
 
 async def test_a_killed_worker_leaves_none_of_vllms_processes(tmp_path: Path) -> None:
     with vllm.installed(), _worker(tmp_path) as process:
-        await eventually(_said(tmp_path, "worker ready"), seconds=START_SECONDS)
+        await until_ready(tmp_path, process)
         children = _vllm_of(process.pid)
         assert len(children) >= 2
         process.send_signal(signal.SIGKILL)
@@ -85,7 +62,7 @@ async def test_a_worker_whose_core_was_lost_ends(fault: signal.Signals, tmp_path
     # A core that hangs says nothing: only the test requests find it.
     canary = {"canary_seconds": 1.0, "canary_patience_seconds": 10.0}
     with vllm.installed(), _worker(tmp_path, **canary) as process:
-        await eventually(_said(tmp_path, "worker ready"), seconds=START_SECONDS)
+        await until_ready(tmp_path, process)
         children = _vllm_of(process.pid)
         core = next(child for child in children if any("EngineCore" in word for word in child.cmdline()))
         core.send_signal(fault)
@@ -93,7 +70,7 @@ async def test_a_worker_whose_core_was_lost_ends(fault: signal.Signals, tmp_path
         assert process.returncode != 0
         # vLLM does not shut down with a core that hangs, so the process ends in any case.
         why = "the engine has failed" if fault is signal.SIGKILL else "engine shutdown timed out"
-        assert why in (tmp_path / "log").read_text(errors="replace")
+        assert why in log_of(tmp_path)
         await eventually(lambda: not any(map(_runs, children)), seconds=END_SECONDS)
 
 

@@ -7,8 +7,9 @@ from typing import Any
 import pytest
 
 from baton.errors import EngineFailed
+from services.engines.external.requests import RequestLimits
 from services.engines.vllm.requests.generation import VllmRequest
-from services.engines.vllm.requests.inflight import VllmLimits, VllmRequests
+from services.engines.vllm.requests.inflight import VllmRequests
 from services.engines.vllm.requests.plan import Plan
 
 
@@ -42,7 +43,7 @@ async def test_an_error_without_a_message_names_its_cause() -> None:
         client_error=Overflow,
         dead_error=Overflow,
     )
-    requests = VllmRequests(SimpleNamespace(generate=_fails), package, VllmLimits(4, 32, 60.0, 1.0))
+    requests = VllmRequests(SimpleNamespace(generate=_fails), package, RequestLimits(4, 32, 60.0, 1.0))
     generation = requests.submit(VllmRequest(Plan((1, 2), ()), {}))
     with pytest.raises(EngineFailed) as caught:
         await generation.ending()

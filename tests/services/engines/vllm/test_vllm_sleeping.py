@@ -9,8 +9,9 @@ import pytest
 from support.eventually import eventually
 
 from baton.errors import Unavailable
+from services.engines.external.requests import RequestLimits
 from services.engines.vllm.requests.generation import VllmRequest
-from services.engines.vllm.requests.inflight import VllmLimits, VllmRequests
+from services.engines.vllm.requests.inflight import VllmRequests
 from services.engines.vllm.requests.plan import Plan
 from services.engines.vllm.sleeping import VllmSleep
 
@@ -50,7 +51,7 @@ class Core:
 def _requests(core: Core) -> VllmRequests:
     errors = {"overflow_error": KeyError, "client_error": KeyError, "dead_error": KeyError}
     package: Any = SimpleNamespace(version="0.30.0", generate_arguments=frozenset(), **errors)
-    return VllmRequests(core, package, VllmLimits(8, 16, 30.0, 10.0))
+    return VllmRequests(core, package, RequestLimits(8, 16, 30.0, 10.0))
 
 
 async def _asked(sleep: VllmSleep, requests: VllmRequests) -> None:

@@ -10,7 +10,7 @@ from support.eventually import eventually
 
 from baton.errors import EngineFailed
 from services.engines.answer import Finished, FinishReason, Tokens
-from services.engines.external.stream import RunningStream
+from services.engines.external.requests import RunningStream
 from services.engines.vllm.requests.generation import VllmGeneration, VllmRequest
 from services.engines.vllm.requests.plan import Plan
 

@@ -238,7 +238,7 @@ class Rates:
         return self._tokens_seconds(blocks * self._block_tokens)
 
     def _tokens_seconds(self, tokens: int) -> float | None:
-        """As in measured prompts of about this length."""
+        """The estimate by measured prompts of about this length."""
         if not self._prompts:
             return None
         nearest = min(self._prompts, key=lambda length: (abs(length - tokens.bit_length()), length))

@@ -21,7 +21,6 @@ from services.engines.pytorch.engine import PyTorchEngine
 from services.engines.pytorch.vision.encoder import PyTorchEncoder
 
 GREEDY = Sampling(max_tokens=40, temperature=0.0)
-PAST_THE_END = Sampling(max_tokens=24, temperature=0.0, ignore_eos=True)
 
 
 def config(**options: object) -> PyTorchConfig:
