@@ -17,7 +17,7 @@ _BOUNDED = {
     "Ledger", "Tenant.served", "RankCosts._known", "Sequence",  # of prompts and tenants; the last batch of each engine
     "OptionChecks",  # options that were right, up to a number of them
     "Method", "WrapMethods._handlers",  # of each server, one for each method that was ever called
-    "HpackDecoder._remembered",  # of each connection, the header blocks that came first
+    "HpackDecoder._remembered", "Connection._ended_early",  # of a connection: its first header blocks, its last streams
 }  # fmt: skip
 _TABLES = (dict, list, set, deque)
 # What grows need not leak: what is asked again may run at other workers, whose tables fill. A leak grows every time.
