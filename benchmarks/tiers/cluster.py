@@ -15,7 +15,7 @@ from router.routing.prefix.cost import Priors
 from router.routing.prefix.predicted import PredictedSeconds
 
 WORKERS = 4
-_MODEL, _ROUTING, _PROMPT = "m", generate_pb2.RoutingOptions(), prompt_pb2.Prompt()
+_MODEL, _PROMPT = "m", prompt_pb2.Prompt()
 
 
 @dataclass(frozen=True)
@@ -40,6 +40,7 @@ POLICIES = (
     Policy("+ host, end, disk", host=2, disk=16, ends=True),
     Policy("+ host, peer", host=2, borrows=True),
     Policy("+ host, end, peer", host=2, ends=True, borrows=True),
+    Policy("+ twice the host, end, peer", host=4, ends=True, borrows=True),
     Policy("oracle", host=2, ends=True, knows_returns=True),
     Policy("oracle, peer", host=2, ends=True, borrows=True, knows_returns=True),
 )
@@ -121,7 +122,7 @@ class Cluster:
         request = RoutingRequest(
             _MODEL,
             _PROMPT,
-            _ROUTING,
+            generate_pb2.RoutingOptions(session_key=session),
             answer_tokens=1,
             blocks=PromptBlocks(list(blocks), BLOCK_TOKENS, BLOCK_BYTES),
             token_ids=range(tokens),
@@ -148,7 +149,7 @@ class Cluster:
             self.returns.sent(session, job.hashes)
         if (prediction := placement.prediction) is not None and (peer := prediction.load.peer) is not None:
             [job.lender] = [worker for worker in self.workers if worker.record is peer.record]
-            job.lent_blocks = peer.num_blocks
+            job.lent_blocks, job.patience_seconds = peer.num_blocks, peer.saved_seconds
         placement.prefill.worker.run(job)
 
     def end(self, session: str) -> None:

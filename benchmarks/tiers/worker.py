@@ -65,6 +65,7 @@ class Job:
     blocks: list[int] = field(default_factory=list)
     places: Sequence[Place] = ()
     passed: int = 0
+    patience_seconds: float = 0.0
     reserves = False
 
 
@@ -101,6 +102,7 @@ class Worker:
         self.rates.computed(4096, hardware.compute_seconds(4096, 0))
         self._link_at = self._disk_read_at = self._disk_write_at = 0.0
         self._nic_at = 0.0
+        self._borrowing: deque[Job] = deque()  # loans that wait for memory
         self._waiting: deque[Job] = deque()  # the first ones, of which some may get blocks before others
         self._behind: deque[Job] = deque()
         self._ready: deque[Job] = deque()  # that have their blocks, and what is loaded
@@ -133,35 +135,50 @@ class Worker:
         return sum(self.directory.lose(block_hash) for block_hash in hashes)
 
     def run(self, job: Job) -> None:
-        """Borrows the beginning of a prompt, if it is to, and runs it."""
-        lender, job.lender = job.lender, None
-        hashes = job.hashes[: min(job.lent_blocks, len(job.hashes) - 1)]
-        cached = self.pool.match(hashes)
-        lent, loaded_at = lender.lend(hashes) if lender else ([], 0.0)
-        first = min(len(cached), len(lent))
-        if lender is None or len(lent) <= len(cached) or self.pool.available_beside(cached) < len(lent) - first:
-            if lender is not None:
-                lender.release(lent)
+        """Borrows the beginning of a prompt, if it is to, once there is memory for it, and runs it."""
+        if job.lender is None:
             self._enqueue(job)
             return
-        lender.release(lent[:first])
-        lent = lent[first:]
+        self._borrowing.append(job)
+        self._time.later(job.patience_seconds, partial(self._give_up, job))
+        self._step()
+
+    def _give_up(self, job: Job) -> None:
+        if job in self._borrowing:
+            self._borrowing.remove(job)
+            self._enqueue(job)
+
+    def _borrow(self, job: Job) -> Grant:
+        """Takes the blocks of a loan, if there is memory for it, and pulls what the lender has of it."""
+        lender, hashes = job.lender, job.hashes[: min(job.lent_blocks, len(job.hashes) - 1)]
+        assert lender is not None
+        cached = self.pool.match(hashes)
+        missing = hashes[len(cached) :]
+        if self.pool.available_beside(cached) < len(missing):
+            return Grant.POOL_FULL
         self.pool.share(cached)
-        own = cached + self.pool.allocate(len(lent))
+        own = cached + self.pool.allocate(len(missing))
+        lent, loaded_at = lender.lend(missing) if missing else ([], 0.0)
+        if not lent:
+            self.pool.release(own)
+            self._behind.append(job)
+            return Grant.GRANTED
         seconds = len(lent) * BLOCK_BYTES / self._hardware.peer_bytes_per_second
-        job.loan_seconds = max(self._nic_at, lender._nic_at, loaded_at, self._time.now) + seconds - self._time.now
-        self._nic_at = lender._nic_at = self._time.now + job.loan_seconds
+        pulled_at = max(self._nic_at, lender._nic_at, loaded_at, self._time.now) + seconds
+        self._nic_at = lender._nic_at = pulled_at
         self.moved["lent"] += len(lent)
 
         def pulled() -> None:
             lender.release(lent)
-            for block, block_hash in zip(own, hashes, strict=False):
+            for block, block_hash in zip(own, hashes[: len(cached) + len(lent)], strict=False):
                 self.pool.store(block, block_hash)
             self.pool.release(own)
             job.found["peer"] = len(lent)
             self._enqueue(job)
 
+        job.loan_seconds = pulled_at - self._time.now
         self._time.later(job.loan_seconds, pulled)
+        return Grant.GRANTED
 
     def lend(self, hashes: Sequence[bytes]) -> tuple[list[int], float]:
         """Holds the first blocks of a chain, and copies of those in host memory; says when these are loaded."""
@@ -187,7 +204,8 @@ class Worker:
         self._step()
 
     def _step(self) -> None:
-        """Computes the next prompt that has its blocks, or gives blocks to those that wait."""
+        """Gives blocks to loans, and to prompts while none is computed, and computes the next that has its blocks."""
+        grant_blocks(self._borrowing, self._borrow)
         if not self._is_computing and not self._ready:
             self._admit()
         if not self._is_computing and self._ready:

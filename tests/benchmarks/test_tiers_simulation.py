@@ -94,6 +94,22 @@ def test_prompts_that_wait_find_what_those_before_them_have_computed() -> None:
     assert found == [0, 50, 50]
 
 
+@pytest.mark.parametrize(("patience_seconds", "from_peer"), [(10.0, 50), (0.1, 0)])
+def test_a_loan_waits_for_memory_as_long_as_computing_would_take(patience_seconds: float, from_peer: int) -> None:
+    time, found = Time(), list[int]()
+    caches = PrefixCaches(time)
+    lender, worker = (Worker(name, time, Hardware(), Sizes(pool=100), caches) for name in ("lender", "p"))
+    hashes = [hash_of(number) for number in range(51)]
+    lender.run(Job("", hashes, lambda _: None))
+    time.run()
+    worker.run(Job("", [hash_of(1000 + number) for number in range(60)], lambda _: None))
+    job = Job("", hashes, lambda job: found.append(job.found["peer"]))
+    job.lender, job.lent_blocks, job.patience_seconds = lender, 50, patience_seconds
+    worker.run(job)
+    time.run()
+    assert found == [from_peer]
+
+
 @pytest.mark.parametrize(
     ("lines", "said"),
     [
