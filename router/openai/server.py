@@ -44,10 +44,8 @@ _MOST_PIPELINED = 16
 _MOST_CHUNKS = 2048
 # What a client has taken at least when writing goes on: it pauses at 64 KiB, and resumes at 16.
 _RESUMED_BYTES = 48 * 1024
-# Tells a client that has closed the connection from one that waits for its answer, which skips it (RFC 9110, 15.2), and
-# within a stream of events, of which it is a comment.
+# Tells a client that has closed the connection from one that waits for its answer, which skips it (RFC 9110, 15.2).
 _STILL_THERE = b"HTTP/1.1 100 Continue\r\n\r\n"
-_STILL_THERE_CHUNK = b"2\r\n:\n\r\n"
 # Then a client that had closed the connection has answered this with a reset.
 _RESET_SECONDS = 0.2
 # Without the characters that end it in a URL.
@@ -134,18 +132,18 @@ class _BoundedHttp(HttpToolsProtocol):
         """Answers requests that are complete, if their client only sends no more: True keeps the connection for that.
 
         One that has closed it sends the same, and is told apart by what it does with more bytes: it resets the
-        connection. To HTTP/1.0 there is nothing to send in between: such a client is taken to have gone, as is one
-        with TLS, which cannot close one direction alone.
+        connection. Once the last answer has begun, and to HTTP/1.0, there is nothing to send in between: such a client
+        is taken to have gone, as is one with TLS, which cannot close one direction alone.
         """
         cycle = self._answering
         is_secured = self.transport.get_extra_info("ssl_object") is not None
         if cycle is None or not self._owes_answer or is_secured or cycle.scope["http_version"] == "1.0":
             return False
-        self._is_half_closed = True
         if not cycle.response_started:
             self.transport.write(_STILL_THERE)
-        elif cycle.chunked_encoding:
-            self.transport.write(_STILL_THERE_CHUNK)
+        elif not self.pipeline:
+            return False
+        self._is_half_closed = True
         self.loop.call_later(_RESET_SECONDS, self._close_if_reset)
         return True
 

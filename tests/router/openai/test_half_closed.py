@@ -57,18 +57,6 @@ async def test_a_half_closed_connection_on_which_nothing_is_asked_is_closed() ->
         writer.close()
 
 
-async def test_a_client_that_sends_no_more_in_the_middle_of_a_stream_is_answered() -> None:
-    async with openai_bench(SLOW) as running:
-        reader, writer = await asked(running, {**REQUEST, "stream": True})
-        begun = await reader.readuntil(b"data: ")
-        writer.write_eof()
-        answer = begun + await asyncio.wait_for(reader.read(), 60)
-        writer.close()
-    assert answer.count(b'"finish_reason": "length"') == answer.count(b"data: [DONE]") == 1
-    # A comment in the stream of events, which tells whether the client is there.
-    assert answer.count(b"\r\n2\r\n:\n\r\n") == 1
-
-
 @pytest.mark.parametrize("stream", [False, True])
 async def test_requests_that_come_together_are_all_answered_in_their_order(stream: bool) -> None:
     async with openai_bench(SLOW) as running:
