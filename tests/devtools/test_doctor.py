@@ -74,9 +74,11 @@ async def test_a_requirement_of_a_requirement_that_is_missing_is_broken(baton: B
     assert "broken   structlog needs never-heard-of, which is not installed" in (await baton("doctor")).out
 
 
-async def test_a_clash_among_other_packages_is_a_warning(baton: Baton, distribution: Path) -> None:
+async def test_a_clash_among_other_packages_is_a_warning(
+    baton: Baton, cluster: SmallCluster, distribution: Path
+) -> None:
     install(distribution, "demanding", "Requires-Dist: grpcio<1.0\n")
-    outcome = await baton("doctor")
+    outcome = await baton("doctor", "--address", cluster.address)  # by default it finds what else runs here
     assert outcome.code == 0
     assert "warning  demanding needs grpcio<1.0, and " in outcome.out
 
