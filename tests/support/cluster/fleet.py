@@ -10,7 +10,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager, suppress
 from dataclasses import KW_ONLY, dataclass, field
 from pathlib import Path
 
@@ -109,9 +109,10 @@ class Node:
             self._popen = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=output, stderr=output)
 
     def kill(self) -> None:
-        """kill -9."""
-        self.signal(signal.SIGCONT)
-        self.signal(signal.SIGKILL)
+        """kill -9. One that is dying of an earlier signal may be gone already."""
+        with suppress(ProcessLookupError):
+            self.signal(signal.SIGCONT)
+            self.signal(signal.SIGKILL)
         assert self._popen is not None
         self._popen.wait(10)
 
