@@ -37,7 +37,7 @@ class Source(Protocol[Item]):
 
 
 def _no_wire() -> None:
-    """A reply of a server that cannot write without waiting."""
+    """The wire of a server that can write by waiting only: none."""
 
 
 class Reply:

@@ -140,7 +140,7 @@ class _Starting:
         self._since = since
 
     def idle_since(self) -> float:
-        """Seconds since it was accepted."""
+        """The loop's time at which it was accepted."""
         return self._since
 
     def close_idle(self) -> None:

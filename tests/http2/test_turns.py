@@ -30,6 +30,20 @@ CANCEL = 8
 MULTIPLEX = "baton.engine.v1.MultiplexService"
 
 
+class Hanging:
+    """Calls that wait until they are cancelled, and their numbers."""
+
+    def __init__(self) -> None:
+        self.begun = self.ended = 0
+
+    async def get_model(self, _request: object, _context: object) -> None:
+        self.begun += 1
+        try:
+            await asyncio.Event().wait()
+        finally:
+            self.ended += 1
+
+
 async def test_a_call_alone_begins_at_once() -> None:
     begun: list[int] = []
     CallTurns().run(lambda: begun.append(1))
@@ -119,15 +133,7 @@ async def test_calls_with_one_deadline_end_in_several_turns() -> None:
 
 
 async def test_calls_of_a_shared_stream_that_is_lost_end_in_several_turns_on_both_sides() -> None:
-    begun, ended, failed = 0, 0, list[BatonError]()
-
-    async def hang(_request: object, _context: object) -> None:
-        nonlocal begun, ended
-        begun += 1
-        try:
-            await asyncio.Event().wait()
-        finally:
-            ended += 1
+    hanging_calls, failed = Hanging(), list[BatonError]()
 
     async def ask(calls: Shared) -> None:
         try:
@@ -136,37 +142,33 @@ async def test_calls_of_a_shared_stream_that_is_lost_end_in_several_turns_on_bot
             failed.append(error)
 
     async with AsyncExitStack() as stack:
-        peer = await stack.enter_async_context(scripted(is_multiplexed=True, drain_seconds=0, GetModel=hang))
+        peer = await stack.enter_async_context(
+            scripted(is_multiplexed=True, drain_seconds=0, GetModel=hanging_calls.get_model)
+        )
         async with Sharing("http2").beside(peer) as channel:
             stub = inference_service_pb2_grpc.InferenceServiceStub(channel)
             asked = [asyncio.create_task(ask(Shared(peer, stub))) for _ in range(CALLS)]
-            await eventually(lambda: begun == CALLS)
-            async with each_turn(lambda: ended) as ended_each, each_turn(lambda: len(failed)) as failed_each:
+            await eventually(lambda: hanging_calls.begun == CALLS)
+            async with (
+                each_turn(lambda: hanging_calls.ended) as ended_each,
+                each_turn(lambda: len(failed)) as failed_each,
+            ):
                 await stack.aclose()
                 await asyncio.gather(*asked)
-    assert ended == len(failed) == CALLS
+    assert hanging_calls.ended == len(failed) == CALLS
     assert max(ended_each) <= 2 * CALLS_A_TURN
     assert max(failed_each) <= 2 * CALLS_A_TURN
 
 
 async def test_calls_that_are_cancelled_together_on_a_shared_stream_end_in_several_turns() -> None:
-    begun, ended = 0, 0
-
-    async def hang(_request: object, _context: object) -> None:
-        nonlocal begun, ended
-        begun += 1
-        try:
-            await asyncio.Event().wait()
-        finally:
-            ended += 1
-
-    async with Sharing("http2").calls(GetModel=hang) as calls:
+    hanging_calls = Hanging()
+    async with Sharing("http2").calls(GetModel=hanging_calls.get_model) as calls:
         asked = [asyncio.create_task(unary(calls.stub.GetModel(model_pb2.GetModelRequest()))) for _ in range(CALLS)]
-        await eventually(lambda: begun == CALLS)
-        async with each_turn(lambda: ended) as grown:
+        await eventually(lambda: hanging_calls.begun == CALLS)
+        async with each_turn(lambda: hanging_calls.ended) as grown:
             for each in asked:
                 each.cancel()
-            await eventually(lambda: ended == CALLS)
+            await eventually(lambda: hanging_calls.ended == CALLS)
     assert max(grown) <= 2 * CALLS_A_TURN
 
 

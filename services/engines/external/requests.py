@@ -47,7 +47,7 @@ log = structlog.get_logger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class RequestLimits:
-    """Limits: the requests that may run and wait, and the seconds that a reader and an abort may take."""
+    """Limits: requests that may run and wait, tokens of a block, and seconds that a reader and an abort may take."""
 
     requests: int
     block_tokens: int

@@ -55,6 +55,21 @@ class Writes(Waits):
         await waiting
 
 
+async def ended_each_turn(app: Any) -> list[int]:
+    """The numbers of calls that end in each turn, once all clients have left at once."""
+    shared = SharedLimits.of(ConnectionLimits())
+    async with serve_openai(OpenAIConfig(listen="127.0.0.1:0"), app, shared, drain_seconds=0) as server:
+        clients = await clients_at(server.address)
+        for each in clients:
+            each.write(REQUEST)
+        await eventually(lambda: app.begun == CLIENTS)
+        async with each_turn(lambda: app.ended) as ended:
+            for each in clients:
+                each.transport.abort()
+            await eventually(lambda: app.ended == CLIENTS)
+    return ended
+
+
 async def clients_at(address: str) -> list[asyncio.StreamWriter]:
     """Connections that have no call yet."""
     host, _, port = address.rpartition(":")
@@ -75,33 +90,14 @@ async def test_calls_that_come_together_begin_in_several_turns() -> None:
 
 
 async def test_calls_whose_clients_leave_together_end_in_several_turns() -> None:
-    app: Any = Waits()
-    shared = SharedLimits.of(ConnectionLimits())
-    async with serve_openai(OpenAIConfig(listen="127.0.0.1:0"), app, shared, drain_seconds=0) as server:
-        clients = await clients_at(server.address)
-        for each in clients:
-            each.write(REQUEST)
-        await eventually(lambda: app.begun == CLIENTS)
-        async with each_turn(lambda: app.ended) as ended:
-            for each in clients:
-                each.transport.abort()
-            await eventually(lambda: app.ended == CLIENTS)
-    assert max(ended) <= 2 * CALLS_A_TURN
+    assert max(await ended_each_turn(Waits())) <= 2 * CALLS_A_TURN
 
 
 def test_no_write_fails_to_a_client_that_has_left_together_with_others() -> None:
     async def leave() -> int:
-        app: Any = Writes()
-        shared = SharedLimits.of(ConnectionLimits())
-        async with serve_openai(OpenAIConfig(listen="127.0.0.1:0"), app, shared, drain_seconds=0) as server:
-            clients = await clients_at(server.address)
-            for each in clients:
-                each.write(REQUEST)
-            await eventually(lambda: app.begun == CLIENTS)
-            for each in clients:
-                each.transport.abort()
-            await eventually(lambda: app.ended == CLIENTS)
-        return int(app.failures)
+        app = Writes()
+        await ended_each_turn(app)
+        return app.failures
 
     # asyncio's own event loop does not raise.
     assert uvloop.run(leave()) == 0

@@ -18,6 +18,7 @@ from support.eventually import PATIENCE_SECONDS, eventually
 from support.servers.tcp_proxy import TcpProxy
 
 from baton.errors import BatonError
+from baton.inference.v1 import generate_pb2
 from baton.inference.v1.inference_service_pb2_grpc import InferenceServiceStub
 from discovery.file import FileRegistry
 from discovery.memory import MemoryRegistry
@@ -110,6 +111,17 @@ async def _worker_with_kept_memory(folder: Path) -> AsyncIterator[Process]:
         yield worker
 
 
+async def _amid(
+    stub: InferenceServiceStub, request: generate_pb2.GenerateRequest
+) -> tuple[Received, Received, asyncio.Task[Received]]:
+    """The whole answer, and the same request again, that is being read and has some tokens."""
+    expected = await read(stub.Generate(request, timeout=PATIENCE_SECONDS), Received(request))
+    received = Received(request)
+    reading = asyncio.create_task(read(stub.Generate(request, timeout=PATIENCE_SECONDS), received))
+    await eventually(lambda: received.tokens >= 20)
+    return expected, received, reading
+
+
 @pytest.mark.timeout(120)
 async def test_a_kept_answer_of_a_worker_with_kept_memory_goes_on_there_in_the_same_process(
     tmp_path: Path,
@@ -129,11 +141,8 @@ async def test_a_kept_answer_of_a_worker_with_kept_memory_goes_on_there_in_the_s
         assert TAKES_OVER in record.capabilities
         async with registry.register(replace(record, address=proxy.address)):
             await eventually(lambda: [one.problem for one in router.cluster.workers] == [""])
-            stub = InferenceServiceStub(channel)
-            expected = await read(stub.Generate(request, timeout=PATIENCE_SECONDS), Received(request))
-            before, received = _attached(), Received(request)
-            reading = asyncio.create_task(read(stub.Generate(request, timeout=PATIENCE_SECONDS), received))
-            await eventually(lambda: received.tokens >= 20)
+            expected, received, reading = await _amid(InferenceServiceStub(channel), request)
+            before = _attached()
             await proxy.cut()
             await proxy.restore()
             await reading
@@ -148,7 +157,7 @@ async def test_a_kept_answer_of_a_worker_with_kept_memory_goes_on_there_in_the_s
 async def test_a_kept_answer_is_attached_to_once_if_the_next_process_serves_before_it_is_registered(
     tmp_path: Path,
 ) -> None:
-    """It listens where the lost one did: attached to by the lost one's record, the connection would soon be closed."""
+    """It listens at the lost one's address, but a channel to the lost one is closed once the next one is registered."""
     request = kept_request(stopping={"max_tokens": 600, "ignore_eos": True})
     request.response.keep.seconds = 60
     registry = MemoryRegistry("test")
@@ -162,11 +171,8 @@ async def test_a_kept_answer_is_attached_to_once_if_the_next_process_serves_befo
         [record] = await anext(view async for view in views if view)
         async with registry.register(record):
             await eventually(lambda: [one.problem for one in router.cluster.workers] == [""])
-            stub = InferenceServiceStub(channel)
-            expected = await read(stub.Generate(request, timeout=PATIENCE_SECONDS), Received(request))
-            before, received = _attached(), Received(request)
-            reading = asyncio.create_task(read(stub.Generate(request, timeout=PATIENCE_SECONDS), received))
-            await eventually(lambda: received.tokens >= 20)
+            expected, received, reading = await _amid(InferenceServiceStub(channel), request)
+            before = _attached()
             [lost] = router.cluster.workers
             os.kill(psutil.Process(worker.popen.pid).children()[0].pid, signal.SIGKILL)
             [after] = await anext(view async for view in views if view and view[0].epoch > record.epoch)

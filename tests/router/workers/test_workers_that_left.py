@@ -1,4 +1,4 @@
-"""No call begins on the channel of a worker that has left: whoever chose it before is told, or goes on without it."""
+"""No call begins on the channel of a worker that has left: those that chose it before fail, or go on without it."""
 
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack
