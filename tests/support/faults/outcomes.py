@@ -60,7 +60,7 @@ class Outcome:
         if self.sequences != list(range(len(self.sequences))):
             found.append(f"messages are numbered {self.sequences}")
         if self.code == "OK" and (self.finished is None or self.ids != list(expected)):
-            found.append(f"said OK with {len(self.ids)} of {len(expected)} tokens: {self.ids}")
+            found.append(f"said OK with {len(self.ids)} of {len(expected)} tokens: {_compared(self.ids, expected)}")
         if self.ids != list(expected[: len(self.ids)]):
             found.append("tokens were lost, repeated or wrong")
         if self.code in ("UNKNOWN", "INTERNAL") and self.reason in ("", "INTERNAL_ERROR"):
@@ -71,6 +71,12 @@ class Outcome:
         if self.code not in may_lack_reason and not self.reason:
             found.append(f"ended with {self.code} and no reason: {self.message}")
         return [f"{self.request_id}: {text}" for text in found]
+
+
+def _compared(ids: Sequence[int], expected: Sequence[int]) -> str:
+    """Every id, with the expected one where that is another."""
+    both = zip(ids, expected, strict=False)
+    return " ".join(str(one) if one == other else f"{one}(not {other})" for one, other in both)
 
 
 async def follow(call: "aio.UnaryStreamCall[pb.GenerateRequest, pb.GenerateResponse]", outcome: Outcome) -> None:

@@ -27,13 +27,15 @@ _PROMPTS = 4
 class Shape:
     """The lengths of prompts and answers, which make the steps of a request last, and of a pause.
 
-    Requests on a worker that is paused must end elsewhere before it goes on.
+    Requests on a worker that is paused must end elsewhere before it goes on. They are drawn by seeds unless the engine
+    has none.
     """
 
     long_tokens: int = 1200
     short_tokens: int = 60
     max_tokens: int = 30
     pause_seconds: float = 7.0
+    is_greedy: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -202,7 +204,10 @@ class Trials:
             request.media.add(data=picture(width=32 + kind.index), mime_type="image/png")
         else:
             request.token_ids.ids.extend((position * 7 + kind.index * 31) % 200 + 20 for position in range(kind.length))
-        request.sampling.seed = kind.index
+        if self._shape.is_greedy:
+            request.sampling.temperature = 0.0
+        else:
+            request.sampling.seed = kind.index
         request.stopping.max_tokens = self._shape.max_tokens
         request.stopping.ignore_eos = True
         request.routing.session_key = self._session

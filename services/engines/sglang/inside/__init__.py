@@ -1,5 +1,6 @@
 """The part of the adapter that runs inside SGLang's own processes.
 
 processes.py      their start; one that fails ends alone
+draws.py          draws by seeds that do not depend on the rest of the batch
 scheduler.py      a decode engine that computes prompts too, and rooms that end early
 """

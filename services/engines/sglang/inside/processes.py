@@ -8,15 +8,16 @@ import os
 import signal
 from typing import Any
 
-from services.engines.sglang.inside.scheduler import change
+from services.engines.sglang.inside import draws, scheduler
 
 _FAILED = 70
 
 
 def run_scheduler(*arguments: Any, **named: Any) -> None:
-    """Runs SGLang's scheduler, with the changes of scheduler.py."""
+    """Runs SGLang's scheduler, with the changes of scheduler.py and draws.py."""
     _fail_alone()
-    change()
+    scheduler.change()
+    draws.change()
     importlib.import_module("sglang.srt.managers.scheduler").run_scheduler_process(*arguments, **named)
 
 

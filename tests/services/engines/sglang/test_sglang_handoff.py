@@ -184,6 +184,20 @@ async def test_options_count_on_both_sides(
     assert await _handed_over(prefill, decode, _prompt(40), chosen) == whole
 
 
+@pytest.mark.skipif(not sglang.ON_GPU, reason="BATON_TEST_DEVICE=cuda runs this test: on CPUs SGLang has no seeds")
+@pytest.mark.parametrize(
+    "beside", [greedy(60), replace(SAMPLED, max_tokens=60, top_k=7, top_p=0.9)], ids=["greedy", "top_k"]
+)
+async def test_a_drawn_answer_is_the_same_beside_others(decode: SglangEngine, beside: Sampling) -> None:
+    drawn = replace(SAMPLED, max_tokens=40, temperature=1.0)
+    alone = (await collect(decode.decode(_prompt(40), drawn))).ids
+    other, answer = await asyncio.gather(
+        collect(decode.decode(_prompt(50), beside)), collect(decode.decode(_prompt(40), drawn))
+    )
+    assert answer.ids == alone
+    assert (await collect(decode.decode(_prompt(50), beside))).ids == other.ids
+
+
 async def test_log_probabilities_come_from_both_sides(prefill: SglangEngine, decode: SglangEngine) -> None:
     asked = replace(greedy(6), logprobs=3)
     whole = await collect(decode.decode(_prompt(40), asked))
