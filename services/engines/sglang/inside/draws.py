@@ -11,7 +11,7 @@ from typing import Any
 
 def change() -> None:
     """Applies the change. Call it once, before a model runs."""
-    sampler = importlib.import_module("sglang.srt.layers.sampler")
+    sampler: Any = importlib.import_module("sglang.srt.layers.sampler")
     from_all, from_some = sampler.sampling_from_probs_torch, sampler.top_k_top_p_min_p_sampling_from_probs_torch
 
     def draw(probs: Any, seeds: Any, positions: Any) -> Any:
