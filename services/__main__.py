@@ -15,8 +15,9 @@ from runtime.settings import Process
 from runtime.telemetry.logs import configure_logging
 from runtime.telemetry.monitor import MonitorServer, serve_monitor
 from services.config import WorkerConfig
-from services.engines.registry import describe, follow
+from services.engines.registry import describe, follow, prepare
 from services.keeper.client import KeeperClient
+from services.keeper.fork_server import keep_imports
 from services.keeper.keeper import replace_this_process
 from services.keeping import beating, begin_start, note_start
 from services.server import host_worker
@@ -48,6 +49,10 @@ def main() -> None:
         # With the id that may have been generated just now: all its processes are one worker.
         # Quoted: the value of an override is YAML, in which 12 is no text.
         replace_this_process([*sys.argv[1:], f"worker_id={json.dumps(config.worker_id)}"])
+    if keeper is not None and config.keep_memory.is_on and config.keep_memory.imports:
+        prepare(config.engine)
+        keeper = keep_imports(keeper)
+        config = PROCESS.read()[0].value.named()  # as it is now: in the next process that is later
     configure_logging(config.log.format, config.log.level, worker_id=config.worker_id, role=",".join(config.roles))
     run(partial(_work, config, keeper))
 

@@ -14,6 +14,7 @@ from runtime.network import split_address
 from services.config import KeepMemoryConfig, WorkerConfig
 from services.engines.base import Engine
 from services.keeper.client import KeeperClient
+from services.keeper.fork_server import IMPORTS
 from services.keeper.messages import KeeperLost
 from services.requests.calls import Calls
 from services.sleeping.group import SLEEP_GROUP
@@ -94,6 +95,7 @@ def begin_start(keeper: KeeperClient | None, config: WorkerConfig) -> None:
     keeper.begin(wanted.start_seconds)
     shares = wanted.is_on and config.sleep.group is not None
     names = {"weights": wanted.weights, "kv": wanted.kv, _LISTEN: wanted.is_on, SLEEP_GROUP: shares}
+    names[IMPORTS] = wanted.is_on and wanted.imports
     for name, is_wanted in names.items():
         if not is_wanted:
             keeper.drop(name)

@@ -23,7 +23,7 @@ from pathlib import Path
 import psutil
 import torch
 from support.clients.scraping import scrape
-from support.keeping import keeper_here
+from support.keeping import keeper_here, workers_of
 
 from baton import AsyncClient
 from baton.errors import BatonError
@@ -59,10 +59,15 @@ async def kept_worker(options: argparse.Namespace, folder: Path) -> AsyncIterato
         yield client
 
 
-def worker_process() -> psutil.Process:
-    """The worker: of the processes that the keeper has started, the one that is not a standby."""
+def worker_processes() -> list[psutil.Process]:
+    """The worker, and the process that stands by for it, if there is one."""
     keeper = next(each for each in psutil.Process().children() if _MODULE in each.cmdline())
-    return keeper.children()[0]
+    return workers_of(keeper.pid)
+
+
+def worker_process() -> psutil.Process:
+    """The worker."""
+    return worker_processes()[0]
 
 
 async def first_token(client: AsyncClient) -> None:
@@ -89,7 +94,7 @@ async def restart(client: AsyncClient, options: argparse.Namespace) -> None:
         began = time.perf_counter()
         await first_token(client)
         seconds.append(time.perf_counter() - began)
-        say("restart", first_token_s=seconds[-1])
+        say("restart", first_token_s=seconds[-1], killed_at=(time.time() - seconds[-1]) % 1000)
         await asyncio.sleep(1.0)
         await standby_waits(options)
     say("restarts", median_s=statistics.median(seconds), most_s=max(seconds))
@@ -162,7 +167,8 @@ async def _round(
         worker_process().kill()
         while not task.done() and not _gone_on(streams.answers, before):  # noqa: ASYNC110
             await asyncio.sleep(0.005)
-        say("killed", gone_on_s=time.perf_counter() - times[-1])
+        took = time.perf_counter() - times[-1]
+        say("killed", gone_on_s=took, killed_at=(time.time() - took) % 1000)
     if not task.done():
         task.cancel()  # all have gone on after the last kill
     [ended] = await asyncio.gather(task, return_exceptions=True)
@@ -189,11 +195,11 @@ def _compare(answer: Answer, wanted: Answer, times: Sequence[float], outcome: Ou
 async def standby_waits(options: argparse.Namespace) -> None:
     """Waits until a process that stands by is ready: it computes nothing any more."""
     while options.standby:
-        processes = worker_process().parent().children()
+        processes = worker_processes()
         if len(processes) > 1:
             before = sum(processes[-1].cpu_times()[:2])
             await asyncio.sleep(0.4)
-            if before > 2.0 and sum(processes[-1].cpu_times()[:2]) - before < 0.02:
+            if before > 1.0 and sum(processes[-1].cpu_times()[:2]) - before < 0.02:
                 return
         await asyncio.sleep(0.1)
 
