@@ -20,7 +20,7 @@ from services.keeper.client import KeeperClient
 from services.keeper.fork_server import keep_imports
 from services.keeper.keeper import replace_this_process
 from services.keeping import beating, begin_start, note_start
-from services.server import host_worker
+from services.server import host_worker, prepare_services
 from services.telemetry.gpu import watched_gpus
 from services.telemetry.rank_health import RankHealth
 from services.worker import exit_soon, supervise
@@ -50,16 +50,31 @@ def main() -> None:
         # Quoted: the value of an override is YAML, in which 12 is no text.
         replace_this_process([*sys.argv[1:], f"worker_id={json.dumps(config.worker_id)}"])
     if keeper is not None and config.keep_memory.is_on and config.keep_memory.imports:
-        prepare(config.engine)
-        keeper = keep_imports(keeper)
-        config = PROCESS.read()[0].value.named()  # as it is now: in the next process that is later
+        keeper = _with_imports(config, keeper)
+        config = PROCESS.read()[0].value.named()  # as it is now: in a process that is forked that is later
     configure_logging(config.log.format, config.log.level, worker_id=config.worker_id, role=",".join(config.roles))
     run(partial(_work, config, keeper))
 
 
 def _described(config: WorkerConfig) -> list[str]:
-    try:
+    with _configured():
         return describe(config.engine)
+
+
+def _with_imports(config: WorkerConfig, keeper: KeeperClient) -> KeeperClient:
+    """Imports all that the worker needs, for the processes after this one, too. Returns the keeper of each."""
+    with _configured():
+        prepare(config.engine)
+    prepare_services()
+    exempt_living_objects()
+    return keep_imports(keeper)
+
+
+@contextmanager
+def _configured() -> Iterator[None]:
+    """Ends the process if its configuration is wrong."""
+    try:
+        yield
     except ConfigError as error:
         print(error.message, file=sys.stderr)
         raise SystemExit(2) from None
