@@ -43,6 +43,8 @@ from services.engines.pytorch.sequence import Event
 _METRICS = "127.0.0.1:19477"
 _MODULE = "benchmarks.one_gpu.kept_worker"
 _KEPT = {"weights": True, "kv": True}
+# A process that stands by needs at least so long.
+_STANDBY_SECONDS = 1.5
 
 
 @asynccontextmanager
@@ -196,10 +198,10 @@ async def standby_waits(options: argparse.Namespace) -> None:
     """Waits until a process that stands by is ready: it computes nothing any more."""
     while options.standby:
         processes = worker_processes()
-        if len(processes) > 1:
+        if len(processes) > 1 and time.time() - processes[-1].create_time() > _STANDBY_SECONDS:
             before = sum(processes[-1].cpu_times()[:2])
             await asyncio.sleep(0.4)
-            if before > 1.0 and sum(processes[-1].cpu_times()[:2]) - before < 0.02:
+            if sum(processes[-1].cpu_times()[:2]) - before < 0.02:
                 return
         await asyncio.sleep(0.1)
 

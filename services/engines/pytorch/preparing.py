@@ -11,6 +11,7 @@ _KERNELS = ("triton_ops", "triton_kernels", "digest_kernels")
 def prepare(config: PyTorchConfig) -> None:
     """Imports what opening the engine does, and computes what is the same in each process. See EngineKind."""
     import_module("services.engines.pytorch.engine")
+    import_module("numpy.random")
     if config.execution == "library":
         import_module("transformers")
     if config.device != "cpu" and find_spec("triton") is not None:
