@@ -9,6 +9,7 @@ from functools import partial
 from typing import Any
 
 from baton.errors import ConfigError, EngineFailed
+from runtime.clock import monotonic
 from runtime.garbage import exempt_living_objects
 from runtime.process import run
 from runtime.settings import Process
@@ -53,7 +54,7 @@ def main() -> None:
         keeper = _with_imports(config, keeper)
         config = PROCESS.read()[0].value.named()  # as it is now: in a process that is forked that is later
     configure_logging(config.log.format, config.log.level, worker_id=config.worker_id, role=",".join(config.roles))
-    run(partial(_work, config, keeper))
+    run(partial(_work, config, keeper, monotonic()))
 
 
 def _described(config: WorkerConfig) -> list[str]:
@@ -80,7 +81,7 @@ def _configured() -> Iterator[None]:
         raise SystemExit(2) from None
 
 
-async def _work(config: WorkerConfig, keeper: KeeperClient | None, stopping: asyncio.Event) -> None:
+async def _work(config: WorkerConfig, keeper: KeeperClient | None, imported_at: float, stopping: asyncio.Event) -> None:
     tls = config.metrics_tls.server_context("metrics_tls") if config.metrics_tls else None
     serving = serve_monitor(config.metrics_listen, tls)
     async with AsyncExitStack() as stack:
@@ -102,7 +103,7 @@ async def _work(config: WorkerConfig, keeper: KeeperClient | None, stopping: asy
         else:
             monitor = stack.enter_context(serving)
             worker = await stack.enter_async_context(opening)
-        note_start(keeper, config.keep_memory)
+        note_start(keeper, config.keep_memory, imported_at)
         exempt_living_objects()
         ready.set()
         monitor.answer_with(worker.report)

@@ -101,8 +101,11 @@ def begin_start(keeper: KeeperClient | None, config: WorkerConfig) -> None:
             keeper.drop(name)
 
 
-def note_start(keeper: KeeperClient | None, wanted: KeepMemoryConfig) -> None:
-    """The worker is ready: it tells why it was started, and is killed from now on if it gives no sign of life."""
+def note_start(keeper: KeeperClient | None, wanted: KeepMemoryConfig, imported_at: float) -> None:
+    """The worker is ready: it tells why it was started, and is killed from now on if it gives no sign of life.
+
+    `imported_at` is when its code was imported, by the clock of `monotonic`.
+    """
     if keeper is None:
         return
     keeper.watch(wanted.hang_seconds)
@@ -113,7 +116,9 @@ def note_start(keeper: KeeperClient | None, wanted: KeepMemoryConfig) -> None:
         metrics.RESTARTS.labels(start.ended_by).inc()
         seconds = keeper.seconds_since_loss()
         metrics.RESTART_SECONDS.set(seconds)
-        log.warning("worker was started again", cause=start.ended_by, starts=start.starts, seconds=round(seconds, 3))
+        imported = max(0.0, imported_at - start.ended_at)  # before the loss, if it has stood by
+        took = {"seconds": round(seconds, 3), "imported_seconds": round(imported, 3)}
+        log.warning("worker was started again", cause=start.ended_by, starts=start.starts, **took)
 
 
 def kept_sockets(keeper: KeeperClient | None, listen: str) -> Sequence[socket.socket]:
