@@ -43,6 +43,8 @@ from services.engines.pytorch.sequence import Event
 _METRICS = "127.0.0.1:19477"
 _MODULE = "benchmarks.one_gpu.kept_worker"
 _KEPT = {"weights": True, "kv": True}
+# What comes later than so long after a kill was not on its way.
+_UNDER_WAY_SECONDS = 0.2
 # A process that stands by needs at least so long.
 _STANDBY_SECONDS = 1.5
 
@@ -165,9 +167,8 @@ async def _round(
             break
         times.append(time.perf_counter())
         outcome.kills += 1
-        before = [len(answer.ids) for answer in streams.answers]
         worker_process().kill()
-        while not task.done() and not _gone_on(streams.answers, before):  # noqa: ASYNC110
+        while not task.done() and not _gone_on(streams.answers, times[-1] + _UNDER_WAY_SECONDS):  # noqa: ASYNC110
             await asyncio.sleep(0.005)
         took = time.perf_counter() - times[-1]
         say("killed", gone_on_s=took, killed_at=(time.time() - took) % 1000)
@@ -206,9 +207,9 @@ async def standby_waits(options: argparse.Namespace) -> None:
         await asyncio.sleep(0.1)
 
 
-def _gone_on(answers: Sequence[Answer], before: Sequence[int]) -> bool:
-    """True if each answer has some more tokens than before, or has ended."""
-    return all(a.has_ended or len(a.ids) >= count + 3 for a, count in zip(answers, before, strict=True))
+def _gone_on(answers: Sequence[Answer], since: float) -> bool:
+    """True if each answer has got a token since then, or has ended."""
+    return all(answer.has_ended or answer.times[-1] > since for answer in answers)
 
 
 async def recovered() -> None:
