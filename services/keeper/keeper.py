@@ -97,7 +97,9 @@ class Keeper:
         if self._is_final(ending):
             return True
         self._note_failure(ending, proven=life is not None and life.proven)
-        if (life is None or not life.was_ready) and self._kept.drop(IMPORTS):
+        # A process that is killed is so from outside; any other end may have its cause in what it was forked from.
+        fails_alone = ending.cause != "SIGKILL" and (life is None or not life.was_ready)
+        if fails_alone and self._kept.drop(IMPORTS):
             say("kept imports freed: the worker has failed before it was ready")
         return self._failures > _MOST_FAILURES or self._is_told_to_stop(signals)
 

@@ -96,6 +96,12 @@ def test_a_process_that_fails_before_it_is_ready_is_not_followed_by_a_forked_one
     assert [is_forked(run, start) for start in range(4)] == [False, True, False, True]
 
 
+def test_a_process_that_is_killed_before_it_is_ready_is_followed_by_a_forked_one(tmp_path: Path) -> None:
+    with keeper(tmp_path, "imports+watch:600+beat:2+die:SIGKILL", "die:SIGKILL", "exit:0") as run:
+        assert run.ended() == 0
+    assert [is_forked(run, start) for start in range(3)] == [False, True, True]
+
+
 def test_an_upgrade_is_a_start_whose_server_takes_the_place_of_the_one_before(tmp_path: Path) -> None:
     first = "imports+put:kv:one+watch:600+upgrade+die:SIGKILL"
     with keeper(tmp_path, first, "get:kv:one+watch:600+beat:2+die:SIGKILL", "beat:1+exit:0") as run:
