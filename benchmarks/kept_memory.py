@@ -21,7 +21,7 @@ import psutil
 import torch
 from support.clients.worker_calls import calls_to, decode_request
 from support.cluster.processes import Process, process
-from support.keeping import keeper_here
+from support.keeping import keeper_here, workers_of
 
 from baton.errors import BatonError
 from services.engines.context import KeptMemory
@@ -51,8 +51,7 @@ async def _first_token(address: str) -> None:
 
 
 def _worker(started: Process, *, kept: bool) -> psutil.Process:
-    own = psutil.Process(started.popen.pid)
-    return own.children()[0] if kept else own
+    return workers_of(started.popen.pid)[0] if kept else psutil.Process(started.popen.pid)
 
 
 async def _restart(model: str, execution: str, kills: int, *, kept: bool) -> None:

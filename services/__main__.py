@@ -9,17 +9,19 @@ from functools import partial
 from typing import Any
 
 from baton.errors import ConfigError, EngineFailed
+from runtime.clock import monotonic
 from runtime.garbage import exempt_living_objects
 from runtime.process import run
 from runtime.settings import Process
 from runtime.telemetry.logs import configure_logging
 from runtime.telemetry.monitor import MonitorServer, serve_monitor
 from services.config import WorkerConfig
-from services.engines.registry import describe, follow
+from services.engines.registry import describe, follow, prepare
 from services.keeper.client import KeeperClient
+from services.keeper.fork_server import keep_imports
 from services.keeper.keeper import replace_this_process
 from services.keeping import beating, begin_start, note_start
-from services.server import host_worker
+from services.server import host_worker, prepare_services
 from services.telemetry.gpu import watched_gpus
 from services.telemetry.rank_health import RankHealth
 from services.worker import exit_soon, supervise
@@ -48,19 +50,38 @@ def main() -> None:
         # With the id that may have been generated just now: all its processes are one worker.
         # Quoted: the value of an override is YAML, in which 12 is no text.
         replace_this_process([*sys.argv[1:], f"worker_id={json.dumps(config.worker_id)}"])
+    if keeper is not None and config.keep_memory.is_on and config.keep_memory.imports:
+        keeper = _with_imports(config, keeper)
+        config = PROCESS.read()[0].value.named()  # as it is now: in a process that is forked that is later
     configure_logging(config.log.format, config.log.level, worker_id=config.worker_id, role=",".join(config.roles))
-    run(partial(_work, config, keeper))
+    run(partial(_work, config, keeper, monotonic()))
 
 
 def _described(config: WorkerConfig) -> list[str]:
-    try:
+    with _configured():
         return describe(config.engine)
+
+
+def _with_imports(config: WorkerConfig, keeper: KeeperClient) -> KeeperClient:
+    """Imports all that the worker needs, for the processes after this one, too. Returns the keeper of each."""
+    with _configured():
+        prepare(config.engine)
+    prepare_services()
+    exempt_living_objects()
+    return keep_imports(keeper)
+
+
+@contextmanager
+def _configured() -> Iterator[None]:
+    """Ends the process if its configuration is wrong."""
+    try:
+        yield
     except ConfigError as error:
         print(error.message, file=sys.stderr)
         raise SystemExit(2) from None
 
 
-async def _work(config: WorkerConfig, keeper: KeeperClient | None, stopping: asyncio.Event) -> None:
+async def _work(config: WorkerConfig, keeper: KeeperClient | None, imported_at: float, stopping: asyncio.Event) -> None:
     tls = config.metrics_tls.server_context("metrics_tls") if config.metrics_tls else None
     serving = serve_monitor(config.metrics_listen, tls)
     async with AsyncExitStack() as stack:
@@ -82,7 +103,7 @@ async def _work(config: WorkerConfig, keeper: KeeperClient | None, stopping: asy
         else:
             monitor = stack.enter_context(serving)
             worker = await stack.enter_async_context(opening)
-        note_start(keeper, config.keep_memory)
+        note_start(keeper, config.keep_memory, imported_at)
         exempt_living_objects()
         ready.set()
         monitor.answer_with(worker.report)

@@ -88,6 +88,10 @@ class KeepMemoryConfig(Section):
 
     weights: bool = Field(default=False, description="A worker that starts again finds its weights in memory.")
     kv: bool = Field(default=False, description="It finds its KV too: of running answers, and of its prefix cache.")
+    imports: bool = Field(
+        default=True,
+        description="It has imported its code: it is forked from a copy of the process that has done only that.",
+    )
     standby: bool = Field(
         default=False,
         description="The next process is started ahead: it has loaded all but the KV when the worker is lost.",

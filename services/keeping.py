@@ -14,6 +14,7 @@ from runtime.network import split_address
 from services.config import KeepMemoryConfig, WorkerConfig
 from services.engines.base import Engine
 from services.keeper.client import KeeperClient
+from services.keeper.fork_server import IMPORTS
 from services.keeper.messages import KeeperLost
 from services.requests.calls import Calls
 from services.sleeping.group import SLEEP_GROUP
@@ -94,13 +95,17 @@ def begin_start(keeper: KeeperClient | None, config: WorkerConfig) -> None:
     keeper.begin(wanted.start_seconds)
     shares = wanted.is_on and config.sleep.group is not None
     names = {"weights": wanted.weights, "kv": wanted.kv, _LISTEN: wanted.is_on, SLEEP_GROUP: shares}
+    names[IMPORTS] = wanted.is_on and wanted.imports
     for name, is_wanted in names.items():
         if not is_wanted:
             keeper.drop(name)
 
 
-def note_start(keeper: KeeperClient | None, wanted: KeepMemoryConfig) -> None:
-    """The worker is ready: it tells why it was started, and is killed from now on if it gives no sign of life."""
+def note_start(keeper: KeeperClient | None, wanted: KeepMemoryConfig, imported_at: float) -> None:
+    """The worker is ready: it tells why it was started, and is killed from now on if it gives no sign of life.
+
+    `imported_at` is when its code was imported, by the clock of `monotonic`.
+    """
     if keeper is None:
         return
     keeper.watch(wanted.hang_seconds)
@@ -111,7 +116,9 @@ def note_start(keeper: KeeperClient | None, wanted: KeepMemoryConfig) -> None:
         metrics.RESTARTS.labels(start.ended_by).inc()
         seconds = keeper.seconds_since_loss()
         metrics.RESTART_SECONDS.set(seconds)
-        log.warning("worker was started again", cause=start.ended_by, starts=start.starts, seconds=round(seconds, 3))
+        imported = max(0.0, imported_at - start.ended_at)  # before the loss, if it has stood by
+        took = {"seconds": round(seconds, 3), "imported_seconds": round(imported, 3)}
+        log.warning("worker was started again", cause=start.ended_by, starts=start.starts, **took)
 
 
 def kept_sockets(keeper: KeeperClient | None, listen: str) -> Sequence[socket.socket]:

@@ -105,6 +105,12 @@ async def host_worker(
         yield worker
 
 
+def prepare_services() -> None:
+    """Imports the modules of all roles, as opening their services does."""
+    for kind in role_kinds().values():
+        load(kind.worker)
+
+
 async def _identify(config: WorkerConfig, registry: Registry, engines: WorkerEngines) -> Identity:
     certificate = config.tls.listen.identity if config.tls.listen else ""
     epoch = await registry.next_epoch(config.worker_id)

@@ -23,7 +23,7 @@ from pathlib import Path
 import psutil
 import torch
 from support.clients.scraping import scrape
-from support.keeping import keeper_here
+from support.keeping import keeper_here, workers_of
 
 from baton import AsyncClient
 from baton.errors import BatonError
@@ -43,6 +43,10 @@ from services.engines.pytorch.sequence import Event
 _METRICS = "127.0.0.1:19477"
 _MODULE = "benchmarks.one_gpu.kept_worker"
 _KEPT = {"weights": True, "kv": True}
+# What comes later than so long after a kill was not on its way.
+_UNDER_WAY_SECONDS = 0.2
+# A process that stands by needs at least so long.
+_STANDBY_SECONDS = 1.5
 
 
 @asynccontextmanager
@@ -59,10 +63,15 @@ async def kept_worker(options: argparse.Namespace, folder: Path) -> AsyncIterato
         yield client
 
 
-def worker_process() -> psutil.Process:
-    """The worker: of the processes that the keeper has started, the one that is not a standby."""
+def worker_processes() -> list[psutil.Process]:
+    """The worker, and the process that stands by for it, if there is one."""
     keeper = next(each for each in psutil.Process().children() if _MODULE in each.cmdline())
-    return keeper.children()[0]
+    return workers_of(keeper.pid)
+
+
+def worker_process() -> psutil.Process:
+    """The worker."""
+    return worker_processes()[0]
 
 
 async def first_token(client: AsyncClient) -> None:
@@ -89,7 +98,7 @@ async def restart(client: AsyncClient, options: argparse.Namespace) -> None:
         began = time.perf_counter()
         await first_token(client)
         seconds.append(time.perf_counter() - began)
-        say("restart", first_token_s=seconds[-1])
+        say("restart", first_token_s=seconds[-1], killed_at=(time.time() - seconds[-1]) % 1000)
         await asyncio.sleep(1.0)
         await standby_waits(options)
     say("restarts", median_s=statistics.median(seconds), most_s=max(seconds))
@@ -158,11 +167,11 @@ async def _round(
             break
         times.append(time.perf_counter())
         outcome.kills += 1
-        before = [len(answer.ids) for answer in streams.answers]
         worker_process().kill()
-        while not task.done() and not _gone_on(streams.answers, before):  # noqa: ASYNC110
+        while not task.done() and not _gone_on(streams.answers, times[-1] + _UNDER_WAY_SECONDS):  # noqa: ASYNC110
             await asyncio.sleep(0.005)
-        say("killed", gone_on_s=time.perf_counter() - times[-1])
+        took = time.perf_counter() - times[-1]
+        say("killed", gone_on_s=took, killed_at=(time.time() - took) % 1000)
     if not task.done():
         task.cancel()  # all have gone on after the last kill
     [ended] = await asyncio.gather(task, return_exceptions=True)
@@ -189,18 +198,18 @@ def _compare(answer: Answer, wanted: Answer, times: Sequence[float], outcome: Ou
 async def standby_waits(options: argparse.Namespace) -> None:
     """Waits until a process that stands by is ready: it computes nothing any more."""
     while options.standby:
-        processes = worker_process().parent().children()
-        if len(processes) > 1:
+        processes = worker_processes()
+        if len(processes) > 1 and time.time() - processes[-1].create_time() > _STANDBY_SECONDS:
             before = sum(processes[-1].cpu_times()[:2])
             await asyncio.sleep(0.4)
-            if before > 2.0 and sum(processes[-1].cpu_times()[:2]) - before < 0.02:
+            if sum(processes[-1].cpu_times()[:2]) - before < 0.02:
                 return
         await asyncio.sleep(0.1)
 
 
-def _gone_on(answers: Sequence[Answer], before: Sequence[int]) -> bool:
-    """True if each answer has some more tokens than before, or has ended."""
-    return all(a.has_ended or len(a.ids) >= count + 3 for a, count in zip(answers, before, strict=True))
+def _gone_on(answers: Sequence[Answer], since: float) -> bool:
+    """True if each answer has got a token since then, or has ended."""
+    return all(answer.has_ended or answer.times[-1] > since for answer in answers)
 
 
 async def recovered() -> None:

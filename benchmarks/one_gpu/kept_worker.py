@@ -17,7 +17,8 @@ from services.keeper.messages import VARIABLE
 
 def _say(what: str) -> None:
     if os.environ.get("BATON_BENCHMARK_TIMES") == "1":
-        print(f"{time.time() - _started_at():.3f} s: {what}", file=sys.stderr, flush=True)
+        now = time.time()
+        print(f"{now - _started_at():.3f} s, at {now % 1000:.3f}: {what}", file=sys.stderr, flush=True)
 
 
 @functools.cache

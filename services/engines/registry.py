@@ -37,6 +37,7 @@ class EngineKind:
     open_engine: Callable[[Any, EngineContext], AbstractAsyncContextManager[Engine]]
     parts: Mapping[str, Callable[[Any, EngineContext], AbstractAsyncContextManager[Any]]] = field(default_factory=dict)
     describe: Callable[[Any], list[str]] | None = None  # lines for --print-config, beyond the settings themselves
+    prepare: Callable[[Any], None] | None = None  # imports what open_engine does; starts no thread, uses no GPU
     follow: Follow | None = None  # for configurations with `is_follower`
 
 
@@ -82,6 +83,13 @@ def open_part(name: str, config: EngineConfig, context: EngineContext) -> Abstra
     return opens(config, context)
 
 
+def prepare(config: EngineConfig) -> None:
+    """Does the part of opening the engine that a process may have done when it is forked. Raises ConfigError."""
+    prepares = engine_kind(config.kind).prepare
+    if prepares is not None:
+        prepares(config)
+
+
 def follow(config: EngineConfig, progress: RankProgress, stopping: asyncio.Event) -> Awaitable[None]:
     """Computes for the engine of another process. See Follow."""
     follows = engine_kind(config.kind).follow
@@ -110,6 +118,13 @@ def _open_pytorch(config: PyTorchConfig, context: EngineContext) -> AbstractAsyn
 
     check_roles(config, context.roles)
     return PyTorchEngine(config, rules=context.allocation, kept=context.kept)
+
+
+def _prepare_pytorch(config: PyTorchConfig) -> None:
+    _require_pytorch()
+    from services.engines.pytorch.preparing import prepare
+
+    prepare(config)
 
 
 def _follow_pytorch(config: PyTorchConfig, progress: RankProgress, stopping: asyncio.Event) -> Awaitable[None]:
@@ -231,6 +246,7 @@ ENGINES: dict[str, EngineKind] = {
         PyTorchConfig,
         _open_pytorch,
         {"encoder": _open_pytorch_encoder, "embedder": _open_pytorch_embedder},
+        prepare=_prepare_pytorch,
         follow=_follow_pytorch,
     ),
     "diffusers": EngineKind(DiffusionConfig, _open_diffusers, {"diffuser": _open_diffuser}),

@@ -1,6 +1,5 @@
 """One process of the worker: its start, its signals, and its certain death."""
 
-import ctypes
 import os
 import signal
 import socket
@@ -9,10 +8,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 
+from services.keeper.fork_server import die_with
 from services.keeper.messages import VARIABLE
-
-_LIBRARY = ctypes.CDLL(None)
-_SET_DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,32 +44,13 @@ def _name(number: int) -> str:
         return f"signal {number}"
 
 
-def _die_with(keeper: int) -> None:
-    """Has the kernel kill this process with its keeper: one that hangs would not notice that it is gone."""
-    _LIBRARY.prctl(_SET_DEATH_SIGNAL, signal.SIGKILL)
-    if os.getppid() != keeper:
-        os._exit(1)
-
-
 class Child:
     """A running worker. `pidfd` is readable once it is dead: with all its threads, and its files closed."""
 
-    def __init__(self, command: Sequence[str], end: socket.socket) -> None:
-        # A session of its own: a terminal's Ctrl-C goes to the keeper alone, which passes it on once.
-        self._process = subprocess.Popen(
-            command,
-            pass_fds=[end.fileno()],
-            env={**os.environ, VARIABLE: str(end.fileno())},
-            start_new_session=True,
-            preexec_fn=partial(_die_with, os.getpid()),  # safe: the keeper has no threads
-        )
+    def __init__(self, pid: int) -> None:
+        self.pid = pid
         # The process is not waited for before `wait`, so that its id is not another's.
-        self.pidfd = os.pidfd_open(self._process.pid)
-
-    @property
-    def pid(self) -> int:
-        """Its process id."""
-        return self._process.pid
+        self.pidfd = os.pidfd_open(pid)
 
     def send(self, number: int) -> None:
         """Sends a signal; none to a process that is dead."""
@@ -83,6 +61,20 @@ class Child:
 
     def wait(self, *, hung: bool) -> Ending:
         """Waits until it is dead, and returns how it ended. Call it once."""
-        code = self._process.wait()
+        code = os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
         os.close(self.pidfd)
         return Ending(code, hung and code == -signal.SIGKILL)
+
+
+def start(command: Sequence[str], end: socket.socket) -> int:
+    """Starts `command` with its end of a conversation, and returns its id. Raises OSError."""
+    process = subprocess.Popen(
+        command,
+        pass_fds=[end.fileno()],
+        env={**os.environ, VARIABLE: str(end.fileno())},
+        # A session of its own: a terminal's Ctrl-C goes to the keeper alone, which passes it on once.
+        start_new_session=True,
+        preexec_fn=partial(die_with, os.getpid()),  # safe: the keeper has no threads
+    )
+    process.returncode = 0  # it is waited for by its id
+    return process.pid

@@ -62,6 +62,11 @@ class Conversation:
         return f"the worker has not given a sign of life for {monotonic() - self._beat_at:.1f} s"
 
     @property
+    def was_ready(self) -> bool:
+        """True if it was ready once."""
+        return self._began is not None
+
+    @property
     def beaten_seconds(self) -> float:
         """The seconds during which it has given signs of life after its start; 0 before it was ready."""
         return 0.0 if self._began is None else self._beat_at - self._began

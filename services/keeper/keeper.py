@@ -10,9 +10,10 @@ from contextlib import contextmanager
 from typing import NoReturn
 
 from runtime.clock import monotonic
-from services.keeper.child import Ending
+from services.keeper.child import Ending, start
+from services.keeper.fork_server import IMPORTS, adopt_orphans, fork, reap_adopted
 from services.keeper.memory import KeptDescriptors
-from services.keeper.messages import Answer
+from services.keeper.messages import Answer, KeeperLost
 from services.keeper.process import Process, Successor
 
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
@@ -45,11 +46,13 @@ class Keeper:
         That is a worker that ended without an error, was told to stop, or found its configuration wrong; and one that
         has failed too often in a row.
         """
+        adopt_orphans()
         with _signals() as signals:
             successor: Process | None = None
             while True:
                 life = self._start(signals, successor)
                 ending = life.live() if life else _NOT_STARTED
+                reap_adopted(life.next_pid if life else None)
                 self._is_stopping |= life is not None and life.is_stopping
                 if life is not None and life.is_upgraded:
                     say("the worker has ended for its upgrade; its next process takes over")
@@ -64,22 +67,40 @@ class Keeper:
     def _start(self, signals: socket.socket, successor: Process | None) -> "_Life | None":
         """Starts a worker unless there is a successor; None if there is no room for it, or no program."""
         try:
-            process = successor or Process(self._command, self._kept, self._hello())
+            process = successor or Process(self._start_or_fork, self._kept, self._hello())
         except OSError as error:
             say(f"the worker cannot be started: {error}")
             return None
         return _Life(process, signals, self._start_successor)
 
-    def _start_successor(self) -> Successor:
+    def _start_successor(self, *, anew: bool) -> Successor:
+        """Starts the next process: `anew` if it is to have the code and configuration of now."""
         self._starts += 1
         hello = Answer(starts=self._starts - 1, ended_by="upgrade", is_successor=True)
-        return Successor(self._command, self._kept, hello)
+        return Successor(self._start_anew if anew else self._start_or_fork, self._kept, hello)
+
+    def _start_anew(self, end: socket.socket) -> int:
+        return start(self._command, end)
+
+    def _start_or_fork(self, end: socket.socket) -> int:
+        """Forks a process that has imported its code already, if the worker has left one that can be forked."""
+        if server := self._kept.get(IMPORTS, "").descriptors:
+            try:
+                return fork(server[0], end)
+            except KeeperLost as error:
+                say(f"kept imports freed: {error}")
+                self._kept.drop(IMPORTS)
+        return self._start_anew(end)
 
     def _is_over(self, ending: Ending, life: "_Life | None", signals: socket.socket) -> bool:
         """True if no other process follows this one; notes its failure otherwise."""
         if self._is_final(ending):
             return True
         self._note_failure(ending, proven=life is not None and life.proven)
+        # A process that is killed is so from outside; any other end may have its cause in what it was forked from.
+        fails_alone = ending.cause != "SIGKILL" and (life is None or not life.was_ready)
+        if fails_alone and self._kept.drop(IMPORTS):
+            say("kept imports freed: the worker has failed before it was ready")
         return self._failures > _MOST_FAILURES or self._is_told_to_stop(signals)
 
     def _standby_of(self, life: "_Life", ending: Ending) -> Process | None:
@@ -118,7 +139,7 @@ class Keeper:
 class _Life:
     """One worker, from its start to its death; and its successor beside it: for an upgrade, or to stand by."""
 
-    def __init__(self, process: Process, signals: socket.socket, start: Callable[[], Successor]) -> None:
+    def __init__(self, process: Process, signals: socket.socket, start: Callable[..., Successor]) -> None:
         self._process, self._signals, self._start = process, signals, start
         self._next: Successor | None = None
         self._end_by: float | None = None  # of a worker whose successor is ready
@@ -129,6 +150,16 @@ class _Life:
     def proven(self) -> bool:
         """True if it has beaten for long enough to have started well."""
         return self._process.worker.beaten_seconds > _PROVEN_SECONDS
+
+    @property
+    def was_ready(self) -> bool:
+        """True if it was ready once."""
+        return self._process.worker.was_ready
+
+    @property
+    def next_pid(self) -> int | None:
+        """The process id of its successor, if there is one."""
+        return self._next.process.child.pid if self._next is not None else None
 
     def live(self) -> Ending:
         """Serves the worker until it is dead: until then no other one may own what is kept."""
@@ -219,7 +250,7 @@ class _Life:
         if self._next is not None:
             self._give_up("it is begun anew, for an upgrade")  # of the code and configuration of now
         try:
-            self._next = self._start()
+            self._next = self._start(anew=True)
         except OSError as error:
             self._process.worker.answer_upgrade(f"the new process cannot be started: {error}")
 
@@ -228,7 +259,7 @@ class _Life:
         if self.is_stopping or self._next is not None:
             return
         try:
-            self._next, self._stands_by = self._start(), True
+            self._next, self._stands_by = self._start(anew=False), True
         except OSError as error:
             say(f"no process stands by: {error}")
 

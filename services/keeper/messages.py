@@ -1,7 +1,7 @@
 """The messages between a worker and its keeper: one packet each, of JSON, with file descriptors beside it.
 
 The worker asks, and the keeper answers: `hello`, `get`, `put` and `drop`, and `upgrade` twice: at once, and
-once that is decided. `start`, `watch`, `standby` and `beat` have no answer.
+once that is decided. `start`, `watch`, `standby` and `beat` have no answer. `fork` is the keeper's to a fork server.
 """
 
 import json
@@ -17,7 +17,7 @@ VARIABLE = "BATON_KEEPER_FD"
 _MOST_BYTES = 64 * 1024
 _MOST_DESCRIPTORS = 64
 
-Verb = Literal["hello", "get", "put", "drop", "upgrade", "start", "watch", "standby", "beat"]
+Verb = Literal["hello", "get", "put", "drop", "upgrade", "start", "watch", "standby", "beat", "fork"]
 
 
 class KeeperLost(Exception):
@@ -41,7 +41,7 @@ class Answer:
     """The answer to `get` says whether memory of the name `is_kept`; `stale` is the fingerprint of memory that had to
     be freed instead. That to `hello` says how often the worker was started before, and why and when, by the host's
     monotonic clock, the last one ended; a successor, started beside the last one, is told later why and when. The
-    `problem` of an upgrade is why there is none.
+    `problem` of an upgrade is why there is none. That to `fork` is the `pid` of the new process.
     """
 
     is_kept: bool = False
@@ -51,6 +51,7 @@ class Answer:
     ended_at: float = 0.0
     is_successor: bool = False
     problem: str = ""
+    pid: int = 0
 
 
 @dataclass(slots=True)

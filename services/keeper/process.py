@@ -1,7 +1,8 @@
 """A process of the worker, and the keeper's conversation with it."""
 
 import signal
-from collections.abc import Collection, Sequence
+import socket
+from collections.abc import Callable, Collection
 
 from runtime.clock import monotonic
 from services.keeper.child import Child, Ending
@@ -10,15 +11,18 @@ from services.keeper.memory import KeptDescriptors
 from services.keeper.messages import Answer, pair
 from services.keeper.successor import SuccessorsMemory
 
+Start = Callable[[socket.socket], int]
+"""Starts a process with this end of its conversation, and returns its id. Raises OSError."""
+
 
 class Process:
-    """Starts `command`. Raises OSError if the system has no room for a process, or the program is not there."""
+    """Starts a process. Raises OSError if the system has no room for one, or the program is not there."""
 
-    def __init__(self, command: Sequence[str], memory: KeptDescriptors | SuccessorsMemory, hello: Answer) -> None:
+    def __init__(self, start: Start, memory: KeptDescriptors | SuccessorsMemory, hello: Answer) -> None:
         own, end = pair()
         try:
             with end:
-                self.child = Child(command, end)
+                self.child = Child(start(end))
         except OSError:
             own.close()
             raise
@@ -36,11 +40,11 @@ class Process:
 
 
 class Successor:
-    """Starts `command` beside the worker that it is to follow: it loads, and waits until it may take over."""
+    """Starts a process beside the worker that it is to follow: it loads, and waits until it may take over."""
 
-    def __init__(self, command: Sequence[str], kept: KeptDescriptors, hello: Answer) -> None:
+    def __init__(self, start: Start, kept: KeptDescriptors, hello: Answer) -> None:
         self._memory = SuccessorsMemory(kept)
-        self.process = Process(command, self._memory, hello)
+        self.process = Process(start, self._memory, hello)
 
     @property
     def is_ready(self) -> bool:

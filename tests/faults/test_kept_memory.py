@@ -16,6 +16,7 @@ from support.clients.scraping import scrape
 from support.cluster.processes import Process, process
 from support.cluster.several_processes import until
 from support.engines.checkpoints import DEMO
+from support.keeping import workers_of
 from support.servers.etcd import free_port
 
 from baton import AsyncClient
@@ -44,7 +45,7 @@ class Deployment:
     @property
     def worker(self) -> psutil.Process:
         """The worker's process, which is the keeper's child."""
-        [child] = psutil.Process(self.keeper.popen.pid).children()
+        [child] = workers_of(self.keeper.popen.pid)
         return child
 
     def restarted(self, cause: str) -> bool:

@@ -6,7 +6,10 @@ import selectors
 import threading
 from collections.abc import Iterator
 
+import psutil
+
 from services.engines.context import KeptMemory
+from services.keeper import fork_server
 from services.keeper.client import KeeperClient
 from services.keeper.conversation import Conversation
 from services.keeper.memory import KeptDescriptors
@@ -52,3 +55,9 @@ def keeper_here() -> Iterator[KeepsHere]:
     finally:
         for name in keeper.kept.names:
             keeper.kept.drop(name)
+
+
+def workers_of(keeper: int) -> list[psutil.Process]:
+    """The processes that a keeper's process runs: the worker, if it lives, and after it one that is to follow it."""
+    found = [each for each in psutil.Process(keeper).children() if each.name() != fork_server.NAME]
+    return sorted(found, key=lambda each: each.create_time())

@@ -13,6 +13,7 @@ import time
 from pathlib import Path
 
 from services.keeper.client import KeeperClient
+from services.keeper.fork_server import keep_imports
 from services.keeper.messages import VARIABLE
 
 _FOREVER = 1000.0
@@ -24,9 +25,12 @@ def main() -> None:
     file, *starts = sys.argv[1:]
     keeper = KeeperClient.of_this_process()
     assert keeper is not None
+    keeper, forked = _with_imports(keeper, starts[0])
     number = keeper.start.starts
     note = Path(file).open("a", buffering=1)  # noqa: SIM115
     note.write(f"{number} started by {keeper.start.ended_by or 'nothing'} as {os.getpid()}\n")
+    if forked:
+        note.write(f"{number} {forked}\n")
     for word in starts[min(number, len(starts) - 1)].split("+"):
         verb, *arguments = word.split(":")
         while verb == "until" and arguments[0] not in Path(file).read_text():
@@ -35,8 +39,26 @@ def main() -> None:
             note.write(f"{number} {said}\n")
 
 
+def _with_imports(keeper: KeeperClient, words: str) -> tuple[KeeperClient, str]:
+    """Leaves a fork server if the words begin so. Returns the keeper, and in a forked process what it is."""
+    if not words.startswith("imports"):
+        return keeper, ""
+    if words.startswith("imports_with_threads"):
+        threading.Thread(target=time.sleep, args=(_FOREVER,), daemon=True).start()
+    before = os.getpid()
+    keeper = keep_imports(keeper)
+    if os.getpid() == before:
+        return keeper, ""
+    name = Path("/proc/self/comm").read_text().strip()
+    return keeper, f"forked, parent {os.getppid()}, session {os.getsid(0)}, name {name}"
+
+
 def _obey(keeper: KeeperClient, verb: str, arguments: list[str]) -> str:
     match verb, arguments:
+        case "imports" | "imports_with_threads", []:  # it has left a fork server before
+            return ""
+        case "open", []:
+            return f"has {sum(_is_socket(each) for each in os.listdir('/proc/self/fd'))} sockets"
         case "put", [name, fingerprint]:
             descriptor = os.memfd_create(name)
             os.write(descriptor, f"{name} of {fingerprint}".encode())
@@ -114,6 +136,13 @@ def _starve(keeper: KeeperClient, seconds: float) -> str:
 def _is_inheritable(descriptor: int) -> bool:
     try:
         return os.get_inheritable(descriptor)
+    except OSError:
+        return False  # that of the listing
+
+
+def _is_socket(descriptor: str) -> bool:
+    try:
+        return os.readlink(f"/proc/self/fd/{descriptor}").startswith("socket:")
     except OSError:
         return False  # that of the listing
 

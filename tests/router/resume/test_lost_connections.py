@@ -1,20 +1,18 @@
 """An answer whose worker is well, and whose connection to the router was lost: it goes on where it runs."""
 
 import asyncio
-import os
-import signal
 from collections.abc import AsyncIterator
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
 
-import psutil
 import pytest
 from support.clients.resuming import Received
 from support.cluster.in_process import PATIENT, Bench, bench, simulated
 from support.cluster.processes import Process, process
 from support.cluster.router_pair import kept_request, read
 from support.eventually import PATIENCE_SECONDS, eventually
+from support.keeping import workers_of
 from support.servers.tcp_proxy import TcpProxy
 
 from baton.errors import BatonError
@@ -174,7 +172,7 @@ async def test_a_kept_answer_is_attached_to_once_if_the_next_process_serves_befo
             expected, received, reading = await _amid(InferenceServiceStub(channel), request)
             before = _attached()
             [lost] = router.cluster.workers
-            os.kill(psutil.Process(worker.popen.pid).children()[0].pid, signal.SIGKILL)
+            workers_of(worker.popen.pid)[0].kill()
             [after] = await anext(view async for view in views if view and view[0].epoch > record.epoch)
             await eventually(lambda: not lost.problem and lost.health.silent_seconds < 1)
             await asyncio.sleep(1.5)  # more than the router waits for a registration

@@ -7,10 +7,10 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
-import psutil
 from support.clients.worker_calls import WorkerCalls, decode_request
 from support.cluster.processes import Process, process
 from support.cluster.several_processes import until
+from support.keeping import workers_of
 from support.servers.etcd import free_port
 
 from baton.calls import stream
@@ -33,7 +33,7 @@ class KeptWorker:
 
     async def kill(self) -> None:
         """Kills the worker, and waits for its next process."""
-        [child] = psutil.Process(self.process.popen.pid).children()
+        [child] = workers_of(self.process.popen.pid)
         child.kill()
         self.deaths += 1
         await until(self._is_back)

@@ -17,6 +17,7 @@ import psutil
 from support.clients.scraping import Scrape, scrape
 from support.cluster.fleet import Fleet, FleetPlan, Node
 from support.faults.lost_routers import Streams
+from support.keeping import workers_of
 
 from baton.calls import unary
 from baton.inference.v1 import cluster_service_pb2
@@ -176,7 +177,7 @@ class Killer:
 
 def _child(worker: Node) -> psutil.Process | None:
     """The worker's process; None between two."""
-    return next(iter(psutil.Process(worker.pid).children()), None)
+    return next(iter(workers_of(worker.pid)), None)
 
 
 def _starts(worker: Node) -> int:
