@@ -16,6 +16,7 @@ from support.clients.scraping import scrape
 from support.cluster.processes import Process, process
 from support.cluster.several_processes import until
 from support.engines.checkpoints import DEMO
+from support.sampled import sampled
 from support.servers.etcd import free_port
 
 from baton import AsyncClient
@@ -98,7 +99,7 @@ async def _answers(
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("death", _DEATHS, ids=lambda death: death.name)
+@pytest.mark.parametrize("death", sampled(_DEATHS, [signal.SIGSTOP], lambda death: death.name))
 async def test_streams_go_on_when_their_worker_dies(deployment: Deployment, death: signal.Signals) -> None:
     async with _calls(deployment) as stub:
         expected = await _answers(stub)
@@ -118,7 +119,7 @@ async def test_streams_go_on_when_their_worker_dies(deployment: Deployment, deat
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("death", _DEATHS, ids=lambda death: death.name)
+@pytest.mark.parametrize("death", sampled(_DEATHS, [signal.SIGKILL], lambda death: death.name))
 async def test_kept_streams_go_on_with_all_their_kv_in_the_next_process(
     deployment: Deployment, death: signal.Signals
 ) -> None:
