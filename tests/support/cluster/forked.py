@@ -9,13 +9,13 @@ from collections.abc import Mapping, Sequence
 from importlib import import_module
 from pathlib import Path
 
-from support.cluster.preloaded import preloaded
+from support.cluster.preloaded import Preloaded
 from support.engines.device import DEVICE
 
 # The main module, too: each process would import it again. Nothing of it starts threads, or imports torch.
 _SERVERS = ("__main__", "router.__main__", "router.server", "services.__main__")
-_light = preloaded(*_SERVERS, "services.engines.simulated.engine")
-_with_torch = preloaded(*_SERVERS, "services.engines.pytorch.engine")
+_light = Preloaded(*_SERVERS, "services.engines.simulated.engine")
+_with_torch = Preloaded(*_SERVERS, "services.engines.pytorch.engine")
 _PATH = os.environ.get("PYTHONPATH")  # as the process has it that is forked
 
 
@@ -34,12 +34,17 @@ def _needs_torch(arguments: Sequence[str]) -> bool:
     return DEVICE == "cpu" and any("pytorch" in each for each in arguments)
 
 
+def _is_engine(module: str) -> bool:
+    """True for the programs that run an engine alone: modules with a `main`, and no packages."""
+    return module.startswith("support.engines.")
+
+
 class ForkedProcess:
     """Runs `python -m MODULE ARGUMENTS`. The part of subprocess.Popen that a Node needs."""
 
     def __init__(self, module: str, arguments: Sequence[str], environment: Mapping[str, str], log: Path) -> None:
         given = (module, tuple(arguments), dict(environment), log)
-        context = _with_torch if _needs_torch(arguments) else _light
+        context = _with_torch if _is_engine(module) or _needs_torch(arguments) else _light
         self._process = context.Process(target=_run, args=given)
         self._process.start()
         assert self._process.pid is not None
@@ -64,4 +69,4 @@ def _run(module: str, arguments: Sequence[str], environment: Mapping[str, str], 
     os.environ.clear()
     os.environ.update(environment)
     sys.argv = [module, *arguments]
-    import_module(f"{module}.__main__").main()
+    import_module(module if _is_engine(module) else f"{module}.__main__").main()

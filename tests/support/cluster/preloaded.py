@@ -9,24 +9,35 @@ from multiprocessing.process import BaseProcess
 from typing import Any
 from unittest import mock
 
+_servers: dict[tuple[str, ...], forkserver.ForkServer] = {}
 
-def preloaded(*modules: str) -> ForkServerContext:
+
+class _Process(ForkServerProcess):
+    modules: tuple[str, ...] = ()
+
+    @staticmethod
+    def _Popen(process_obj: BaseProcess) -> Any:
+        return _Popen(process_obj)
+
+
+class _Popen(popen_forkserver.Popen):
+    def _launch(self, process_obj: BaseProcess) -> None:
+        assert isinstance(process_obj, _Process)
+        server = _servers[process_obj.modules]
+        with mock.patch.object(forkserver, "connect_to_new_process", server.connect_to_new_process):
+            super()._launch(process_obj)  # type: ignore[misc]
+
+
+class Preloaded(ForkServerContext):
     """A context of multiprocessing with a server of its own, which begins with the first process."""
-    server = forkserver.ForkServer()
-    server.set_forkserver_preload(list(modules))
 
-    class Popen(popen_forkserver.Popen):
-        def _launch(self, process_obj: BaseProcess) -> None:
-            with mock.patch.object(forkserver, "connect_to_new_process", server.connect_to_new_process):
-                super()._launch(process_obj)  # type: ignore[misc]
+    def __init__(self, *modules: str) -> None:
+        super().__init__()
+        self._modules = modules
+        _servers[modules] = forkserver.ForkServer()
+        _servers[modules].set_forkserver_preload(list(modules))
 
-    class Process(ForkServerProcess):
-        @staticmethod
-        def _Popen(process_obj: BaseProcess) -> Any:
-            return Popen(process_obj)
-
-    class Context(ForkServerContext):
-        pass
-
-    Context.Process = Process  # type: ignore[assignment]
-    return Context()
+    def Process(self, *args: Any, **options: Any) -> BaseProcess:  # type: ignore[override]
+        process = _Process(*args, **options)
+        process.modules = self._modules
+        return process

@@ -9,9 +9,9 @@ from contextlib import contextmanager
 from typing import Any
 from unittest import mock
 
-from support.cluster.preloaded import preloaded
+from support.cluster.preloaded import Preloaded
 
-_context = preloaded("services.engines.diffusers.engine")
+_context = Preloaded("services.engines.diffusers.engine")
 
 
 @contextmanager
