@@ -15,6 +15,7 @@ from support.cluster.fleet import PATIENT, Fleet, FleetPlan, overrides, shared_f
 from support.engines.checkpoints import DEMO, PlainModel
 from support.images.demo_questions import MAX_TOKENS, Question, as_chat, as_prompt, chat, questions
 from support.images.pictures import animation, chunk, many_scans, picture, vast_png
+from support.sampled import sampled
 from support.servers.etcd import EtcdServer
 
 from baton import AsyncClient
@@ -37,17 +38,21 @@ class Served:
     plain: PlainModel
 
 
-@pytest.fixture(scope="module", params=["inline", "leased"])
+WAYS = {"inline": 2**20, "leased": 0}
+# What differs between the ways is how embeddings come to the prefill worker.
+sampled_ways = pytest.mark.parametrize("served", sampled(WAYS, ["inline"]), indirect=True, scope="module")
+
+
+@pytest.fixture(scope="module", params=WAYS)
 def served(
     request: pytest.FixtureRequest, shared_etcd: EtcdServer, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Served]:
-    inline_bytes = {"inline": 2**20, "leased": 0}[request.param]
     plan = FleetPlan(
         namespace=f"images-{request.param}",
         etcd=shared_etcd.endpoint,
         worker=(
             *overrides("engine", {"kind": "pytorch", "model": DEMO, "name": "demo", "threads": 1}),
-            f"encode.inline_bytes={inline_bytes}",
+            f"encode.inline_bytes={WAYS[request.param]}",
         ),
         router=(PATIENT,),
         encode=2,
@@ -69,6 +74,7 @@ def plain_ids(plain: PlainModel, asked: Sequence[Question], form: object) -> lis
     return [plain.generate_about(form(each.exercise), each.pictures, MAX_TOKENS) for each in asked]
 
 
+@sampled_ways
 async def test_greedy_ids_equal_the_plain_models_alone_and_sixteen_at_a_time(
     served: Served, stub: InferenceServiceStub
 ) -> None:
@@ -95,6 +101,7 @@ async def test_a_conversation_about_pictures_equals_the_plain_models(
     assert [answer.ids for answer in answers] == plain_ids(served.plain, asked, chat_prompt)
 
 
+@sampled_ways
 @pytest.mark.feature("images", engine="pytorch", facade="grpc")
 async def test_the_answer_depends_on_the_picture(stub: InferenceServiceStub) -> None:
     text = "What is in the picture?"
@@ -104,6 +111,7 @@ async def test_the_answer_depends_on_the_picture(stub: InferenceServiceStub) -> 
     assert answers[1].text.count("a ") == 4
 
 
+@sampled_ways
 @pytest.mark.feature("embedding cache of images", engine="pytorch", facade="grpc")
 async def test_the_same_picture_is_encoded_once(served: Served, stub: InferenceServiceStub) -> None:
     [asked] = questions(1, "once")
@@ -192,6 +200,7 @@ def bad_media() -> list[Bad]:
     ]
 
 
+@sampled_ways
 async def test_bad_media_are_each_refused_by_their_status_and_the_workers_serve_on(
     served: Served, stub: InferenceServiceStub
 ) -> None:
@@ -210,6 +219,7 @@ async def test_bad_media_are_each_refused_by_their_status_and_the_workers_serve_
     assert all(worker.is_alive for worker in served.fleet.workers)
 
 
+@sampled_ways
 async def test_a_hundred_megabytes_are_refused_as_a_fault_of_the_request(served: Served) -> None:
     async with AsyncClient(served.fleet.router.address) as client:
         with pytest.raises(InvalidRequest, match="larger than max"):

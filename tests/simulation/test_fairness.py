@@ -20,6 +20,7 @@ def test_routers_overfill_no_worker_when_requests_come_to_all_of_them_in_one_mom
     assert "8 routers, 200 requests in one moment: requests at a worker of 8 places: 8.000 (at most 8): holds" in found
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_a_quota_of_eight_routers_holds_while_they_are_killed() -> None:
     found = run_module("simulation.fairness", "killed", "--seconds", "50").stdout

@@ -12,7 +12,7 @@ from simulation.mutants import INVARIANTS_FILE, Mutant, read
 from simulation.plan import PROFILES, from_values, make_plan
 
 ROOT = Path(__file__).resolve().parents[2]
-_SAMPLE_SECONDS = 15
+_SAMPLE_SECONDS = 5
 
 
 def python(*arguments: str) -> "subprocess.CompletedProcess[str]":

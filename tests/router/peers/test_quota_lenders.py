@@ -7,6 +7,7 @@ import pytest
 from support.eventually import eventually
 from support.router.demand import LEASE_SECONDS, RATE, ROUTERS, STEP, Demand, assert_bounded, fleet, lender, uses
 from support.router.fleets import Fleet
+from support.sampled import sampled
 
 from baton.errors import QuotaExceeded, QuotaUnavailable
 from router.admission.quotas import Quotas
@@ -20,7 +21,7 @@ LEAST = {3.0: 0.98, 0.9: 0.9}  # of the quota, in the seconds after a change
 
 
 @LOADS
-@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("seed", sampled(range(2), [0]))
 async def test_routers_that_are_killed_cost_no_more_than_two_percent_and_break_no_bound(load: float, seed: int) -> None:
     which, chance = fleet(), random.Random(seed)
     demand, victims = Demand(which, load), random.Random(seed).sample(range(ROUTERS), 3)
@@ -113,7 +114,7 @@ async def test_a_lender_that_stood_still_has_nothing_to_lend_when_it_goes_on(sec
 
 
 @LOADS
-@pytest.mark.parametrize("others", [1, 3, 4, 7])
+@pytest.mark.parametrize("others", sampled([1, 3, 4, 7], [3, 4]))
 async def test_a_lender_that_is_cut_off_lends_no_more_than_the_quota_beside_the_next_one(
     others: int, load: float
 ) -> None:
@@ -153,7 +154,7 @@ async def test_two_groups_with_different_views_of_the_registry_have_one_quota(lo
     assert demand.part(5.0, load) > LEAST[load]
 
 
-@pytest.mark.parametrize("seed", [0, 1, 2, 3, 103, 106])
+@pytest.mark.parametrize("seed", sampled([0, 1, 2, 3, 103, 106], [0, 103, 106]))
 async def test_whatever_happens_to_routers_they_use_no_more_than_the_quota(seed: int) -> None:
     which, chance = fleet(), random.Random(seed)
     demand, ends = Demand(which, chance.choice([0.9, 3.0, 3.0]), seed), list[tuple[float, str, str]]()

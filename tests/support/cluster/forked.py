@@ -2,7 +2,6 @@
 takes little.
 """
 
-import multiprocessing
 import os
 import subprocess
 import sys
@@ -10,19 +9,34 @@ from collections.abc import Mapping, Sequence
 from importlib import import_module
 from pathlib import Path
 
-_context = multiprocessing.get_context("forkserver")
+from support.cluster.preloaded import Preloaded
+from support.engines.device import DEVICE
+
 # The main module, too: each process would import it again. Nothing of it starts threads, or imports torch.
-_context.set_forkserver_preload(
-    ["__main__", "router.__main__", "router.server", "services.__main__", "services.engines.simulated.engine"]
-)
+_SERVERS = ("__main__", "router.__main__", "router.server", "services.__main__")
+_light = Preloaded(*_SERVERS, "services.engines.simulated.engine")
+_with_torch = Preloaded(*_SERVERS, "services.engines.pytorch.engine")
 _PATH = os.environ.get("PYTHONPATH")  # as the process has it that is forked
 
 
 def may_be_forked(module: str, arguments: Sequence[str], environment: Mapping[str, str]) -> bool:
-    """True for routers and workers with the simulated engine. A keeper takes the place of its process."""
-    is_known = module == "router" or (module == "services" and any("simulated" in each for each in arguments))
+    """True for routers, and for workers with the simulated engine or on torch on a processor.
+
+    A keeper takes the place of its process.
+    """
+    has_engine = any("simulated" in each for each in arguments) or _needs_torch(arguments)
+    is_known = module == "router" or (module == "services" and has_engine)
     keeps = any("keep_memory" in each for each in arguments)
     return is_known and not keeps and environment.get("PYTHONPATH") == _PATH
+
+
+def _needs_torch(arguments: Sequence[str]) -> bool:
+    return DEVICE == "cpu" and any("pytorch" in each for each in arguments)
+
+
+def _is_engine(module: str) -> bool:
+    """True for the programs that run an engine alone: modules with a `main`, and no packages."""
+    return module.startswith("support.engines.")
 
 
 class ForkedProcess:
@@ -30,7 +44,8 @@ class ForkedProcess:
 
     def __init__(self, module: str, arguments: Sequence[str], environment: Mapping[str, str], log: Path) -> None:
         given = (module, tuple(arguments), dict(environment), log)
-        self._process = _context.Process(target=_run, args=given)
+        context = _with_torch if _is_engine(module) or _needs_torch(arguments) else _light
+        self._process = context.Process(target=_run, args=given)
         self._process.start()
         assert self._process.pid is not None
         self.pid = self._process.pid
@@ -54,4 +69,4 @@ def _run(module: str, arguments: Sequence[str], environment: Mapping[str, str], 
     os.environ.clear()
     os.environ.update(environment)
     sys.argv = [module, *arguments]
-    import_module(f"{module}.__main__").main()
+    import_module(module if _is_engine(module) else f"{module}.__main__").main()

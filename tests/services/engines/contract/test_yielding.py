@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 from support.engines.engine_calls import BLOCK_TOKENS, collect, greedy, pull
 from support.eventually import PATIENCE_SECONDS, eventually
+from support.sampled import sampled
 
 from baton.errors import Unsupported
 from runtime.aio import timeout
@@ -65,7 +66,8 @@ async def _go_on(held: HeldKv, source: Engine, target: Engine, prompt: Prompt, s
     return (await collect(target.decode(PulledKv(prompt, reservation), sampling))).ids
 
 
-@pytest.mark.parametrize("name", SAMPLINGS)
+# Penalties have a seed, and log probabilities are greedy.
+@pytest.mark.parametrize("name", sampled(SAMPLINGS, ["penalties", "logprobs"]))
 async def test_a_decode_that_yields_anywhere_goes_on_with_the_same_ids(
     engine: Engine, decoder: Engine, name: str
 ) -> None:

@@ -2,10 +2,11 @@
 
 import asyncio
 import io
+import multiprocessing
 import os
 import signal
 import sys
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -16,6 +17,7 @@ import psutil
 import pytest
 from PIL import Image
 from support.cluster.processes import process, ranks_of
+from support.engines.forked_ranks import forked_ranks
 from support.eventually import eventually
 from support.freezing import freeze
 
@@ -43,6 +45,13 @@ CHECKPOINT = Path(__file__).parents[4] / "models" / "demo_diffusion"
 DRAWING = Drawing("a red circle", "", 5.0, 64, 64, steps=5, seed=4)
 SECONDS = 90
 READY_SECONDS = 200
+
+
+@pytest.fixture
+def forked() -> Iterator[None]:
+    """For tests of what ranks do together. How they are started is left to the others."""
+    with forked_ranks():
+        yield
 
 
 @asynccontextmanager
@@ -77,6 +86,7 @@ def written(name: str, folder: Path) -> Path:
     return writers[name](folder) if name in writers else CHECKPOINT
 
 
+@pytest.mark.usefixtures("forked")
 @pytest.mark.parametrize(
     ("name", "frames", "layer"),
     [
@@ -104,6 +114,7 @@ async def test_two_ranks_with_half_of_the_weights_each_draw_what_one_draws(
     assert one.std() > 1
 
 
+@pytest.mark.usefixtures("forked")
 async def test_tea_cache_leaves_out_the_same_steps_on_all_ranks(tmp_path: Path) -> None:
     async with opened(write_wan(tmp_path), tea_cache={"threshold": 1e9}) as engine:
         before = engine.reused_calls
@@ -111,6 +122,7 @@ async def test_tea_cache_leaves_out_the_same_steps_on_all_ranks(tmp_path: Path) 
         assert engine.reused_calls - before == (DRAWING.steps - 2) * 2
 
 
+@pytest.mark.usefixtures("forked")
 async def test_ranks_stay_together_through_refusals_and_cancellation_until_one_is_killed(tmp_path: Path) -> None:
     async with opened(write_latte(tmp_path)) as engine:
         whole = await drawn(engine, DRAWING)
@@ -131,16 +143,17 @@ async def test_ranks_stay_together_through_refusals_and_cancellation_until_one_i
 
         running = asyncio.create_task(drawn(engine, replace(DRAWING, steps=900)))
         await eventually(lambda: engine.load().running == 1, SECONDS)
-        [follower] = ranks_of(os.getpid())
+        [follower] = multiprocessing.active_children()
         follower.kill()
         with pytest.raises(EngineFailed, match="rank"):
             await running
         await eventually(lambda: not engine.healthy, SECONDS)
         with pytest.raises(EngineFailed, match="rank"):
             await drawn(engine, DRAWING)
-    assert not ranks_of(os.getpid())
+    assert not multiprocessing.active_children()
 
 
+@pytest.mark.usefixtures("forked")
 async def test_two_ranks_draw_batches(tmp_path: Path) -> None:
     async with opened(write_wan(tmp_path), max_batch=2) as engine:
         alone = await drawn(engine, DRAWING)
@@ -260,11 +273,12 @@ def test_networks_whose_layers_cannot_be_divided_are_refused() -> None:
             split(network, Shard(0, 3), OneRank())
 
 
+@pytest.mark.usefixtures("forked")
 async def test_a_model_that_cannot_be_split_leaves_no_process_behind() -> None:
     with pytest.raises(ConfigError, match=r"engine\.tensor_parallel_size: the 4 heads of .* cannot be divided by 3"):
         async with opened(CHECKPOINT, size=3):
             pass
-    assert not ranks_of(os.getpid())
+    assert not multiprocessing.active_children()
 
 
 def test_a_sum_over_heads_of_all_ranks_is_that_of_the_whole_norm() -> None:

@@ -4,8 +4,6 @@ import dataclasses
 import json
 import os
 import random
-import subprocess
-import sys
 from collections.abc import Iterator, Sequence
 from contextlib import aclosing
 from pathlib import Path
@@ -15,7 +13,7 @@ import pytest
 import torch
 from structlog.testing import capture_logs
 from structlog.typing import EventDict
-from support.cluster.processes import ROOT
+from support.cluster.forked import ForkedProcess
 from support.engines.checkpoints import PlainModel, save_llama
 from support.engines.device import DEVICE
 from support.engines.embedded import Checkpoint
@@ -38,6 +36,7 @@ PROMPT = tuple(range(5, 105))
 LAYOUT = KvLayout("ab" * 32, "float32", 1, 2, 1, 4, 8, 256)
 BLOCKS = 40
 _FULL = os.environ.get("BATON_FAULTS") == "full"
+_END_SECONDS = 2900 if _FULL else 280
 
 
 @pytest.fixture
@@ -314,11 +313,10 @@ def test_all_other_blocks_are_zero(size: int) -> None:
 
 
 def _kill(folder: Path, *options: str, program: str = "dying_engine") -> dict[str, object]:
-    command = [sys.executable, "-m", f"support.engines.{program}", str(save_llama(folder)), *options]
-    paths = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests"), *sys.path])}
-    ended = subprocess.run(command, env=paths, capture_output=True, text=True, check=False)
-    assert ended.returncode == 0, ended.stderr[-2000:]
-    report: dict[str, object] = json.loads(ended.stdout.splitlines()[-1])
+    log = folder / "log"
+    process = ForkedProcess(f"support.engines.{program}", [str(save_llama(folder)), *options], os.environ, log)
+    assert process.wait(_END_SECONDS) == 0, log.read_text()[-2000:]
+    report: dict[str, object] = json.loads(log.read_text().splitlines()[-1])
     print(report)
     return report
 
