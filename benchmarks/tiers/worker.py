@@ -134,6 +134,10 @@ class Worker:
         """Loses as KvTiers does."""
         return sum(self.directory.lose(block_hash) for block_hash in hashes)
 
+    def leave_first(self, hashes: Sequence[bytes]) -> None:
+        """As KvTiers.leave_first."""
+        self.directory.leave_first(hashes)
+
     def run(self, job: Job) -> None:
         """Borrows the beginning of a prompt, if it is to, once there is memory for it, and runs it."""
         if job.lender is None:
@@ -169,7 +173,7 @@ class Worker:
         self.moved["lent"] += len(lent)
 
         def pulled() -> None:
-            lender.release(lent)
+            lender.give_back(lent, missing[: len(lent)])
             for block, block_hash in zip(own, hashes[: len(cached) + len(lent)], strict=False):
                 self.pool.store(block, block_hash)
             self.pool.release(own)
@@ -194,9 +198,10 @@ class Worker:
         self._link_at = max(self._link_at, self._time.now) + host * BLOCK_BYTES / self._hardware.host_bytes_per_second
         return cached + new, self._link_at
 
-    def release(self, blocks: Sequence[int]) -> None:
-        """Releases blocks, and lets those run that have waited for them."""
+    def give_back(self, blocks: Sequence[int], hashes: Sequence[bytes]) -> None:
+        """Ends a loan of blocks with these names, and lets those run that have waited for memory."""
         self.pool.release(blocks)
+        self.pool.lent(hashes)
         self._step()
 
     def _enqueue(self, job: Job) -> None:

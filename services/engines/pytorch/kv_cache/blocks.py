@@ -33,6 +33,9 @@ class LowerTiers(Protocol):
     def lose(self, hashes: Sequence[bytes]) -> int:
         """Drops blocks that no request will read again, and reports them. Returns how many were here."""
 
+    def leave_first(self, hashes: Sequence[bytes]) -> None:
+        """Lets blocks of a chain leave before all others."""
+
 
 class BlockPool:
     """Counts references to blocks. A block without references is free; its content stays cached until it is reused.
@@ -185,6 +188,15 @@ class BlockPool:
         """Lets blocks be evicted first that no other session has used. Returns how many."""
         links = list(self._sessions.end(key))
         return self._idle.mark_dead(links) + (self.lower.lose(links) if self.lower is not None else 0)
+
+    def lent(self, hashes: Sequence[bytes]) -> None:
+        """Notes that another worker has these blocks of a chain, too. Those of one session alone are evicted first,
+        since that is likely to stay there.
+        """
+        own = self._sessions.own(hashes)
+        self._idle.mark_dead(reversed(own))
+        if self.lower is not None:
+            self.lower.leave_first(own)
 
     def adopt(self, contents: Mapping[int, bytes]) -> None:
         """Takes blocks that have content of an earlier process into the cache, the first to be evicted first."""

@@ -221,6 +221,10 @@ class Sessions:
         while len(others) > self._most_others:
             others.popitem(last=False)
 
+    def own(self, links: Sequence[bytes]) -> list[bytes]:
+        """Returns those of the links that one session has, and no other request."""
+        return [link for link in links if self._holders[link] == 1 and link not in self._others]
+
     def end(self, key: bytes) -> Iterator[bytes]:
         """Forgets a session and those that are a part of it. Yields the links that no other one has, ends first."""
         ended, waiting = {key}, [key]

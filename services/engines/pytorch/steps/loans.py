@@ -15,13 +15,14 @@ from services.engines.pytorch.steps.tier_loads import Promotion, TierLoads
 class LentBlocks:
     """Full blocks, of a running sequence or of the prefix cache, that others may read, with references of its own.
 
-    `next_token` is that of the sequence.
+    `next_token` is that of the sequence; `hashes` are those of the prefix cache, which another worker will have too.
     """
 
     block_ids: tuple[int, ...]
     num_tokens: int
     next_token: int
     prefix_hash: bytes
+    hashes: Sequence[bytes] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +56,7 @@ class BlockLoans:
         blocks = tuple(self.pool.match(hashes))
         if not blocks or not self.kept.may_lend(blocks):
             return None
-        return self._lend(LentBlocks(blocks, len(blocks) * self.block_tokens, 0, hashes[len(blocks) - 1]))
+        return self._lend_chain(blocks, hashes)
 
     def lend_all(self, hashes: Sequence[bytes], lent: Callable[[LentBlocks | None], None]) -> None:
         """Calls `lent` with the blocks of the longest prefix of a chain that is in the pool and in host memory, held as
@@ -82,10 +83,14 @@ class BlockLoans:
     ) -> None:
         blocks = (*promotion.cached, *promotion.new[:copied])
         if blocks and self.kept.may_lend(blocks):
-            lent(self._lend(LentBlocks(blocks, len(blocks) * self.block_tokens, 0, hashes[len(blocks) - 1])))
+            lent(self._lend_chain(blocks, hashes))
         else:
             lent(None)
         self.pool.release([*promotion.cached, *promotion.new])
+
+    def _lend_chain(self, blocks: tuple[int, ...], hashes: Sequence[bytes]) -> LentBlocks:
+        names, size = hashes[: len(blocks)], self.block_tokens
+        return self._lend(LentBlocks(blocks, len(blocks) * size, 0, names[-1], names))
 
     def _lend(self, lent: LentBlocks) -> LentBlocks:
         self.pool.share(lent.block_ids)
@@ -98,6 +103,7 @@ class BlockLoans:
         self.kept.remove(lent.block_ids)
         uncount(self.held, lent.block_ids)
         self.pool.release(lent.block_ids)
+        self.pool.lent(lent.hashes)
         return len(lent.block_ids)
 
     def end_copies(self) -> None:

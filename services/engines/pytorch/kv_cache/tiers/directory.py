@@ -148,6 +148,13 @@ class TierDirectory:
             elif block_hash in disk:
                 disk.move_to_end(block_hash)
 
+    def leave_first(self, hashes: Sequence[bytes]) -> None:
+        """Lets blocks of a chain leave before all others, the end of the chain first."""
+        for _, slots in self._tiers():
+            for block_hash in hashes:
+                if block_hash in slots.slot_of:
+                    slots.slot_of.move_to_end(block_hash, last=False)
+
     def readable(self, contents: Sequence[BlockContents]) -> Sequence[BlockContents]:
         """Returns the first of these blocks that are here, and not still on their way to the disk."""
         host, disk, unwritten = self._host.slot_of, self._disk.slot_of, self.unwritten

@@ -124,6 +124,10 @@ class KvTiers:
         """Drops blocks that nobody will read again. Returns how many were here."""
         return sum(self.directory.lose(block_hash) for block_hash in hashes)
 
+    def leave_first(self, hashes: Sequence[bytes]) -> None:
+        """Lets blocks of a chain leave their tiers before all others."""
+        self.directory.leave_first(hashes)
+
     def settle(self, blocks: Iterable[int]) -> None:
         """Waits until blocks of the pool may be written, because what they contained has left."""
         leaving = self._leaving

@@ -96,6 +96,20 @@ def test_an_ended_session_is_evicted_first_but_not_what_others_have() -> None:
     assert pool.end_session(b"one") == 0
 
 
+def test_what_was_lent_is_evicted_first_but_not_what_other_sessions_or_requests_have() -> None:
+    head, own, other = LINKS[:2], LINKS[2:4], LINKS[4:6]
+    pool = filled([other, head, own])
+    pool.record(Session(b"one"), [*head, *own])
+    pool.record(Session(b"two"), head)
+    pool.record(None, other)
+    pool.lent([*head, *own])
+    pool.lent(other)
+    pool.allocate(1)
+    assert [is_cached(pool, link) for link in own] == [True, False]
+    pool.allocate(1)
+    assert [is_cached(pool, link) for link in LINKS[:6]] == [True, True, False, False, True, True]
+
+
 @pytest.mark.parametrize("is_first", [True, False], ids=["before the session", "after it"])
 def test_what_a_request_without_a_session_has_used_stays_when_a_session_ends(*, is_first: bool) -> None:
     system, own = LINKS[:2], LINKS[2:4]

@@ -80,6 +80,9 @@ class Tiers:
     def lose(self, hashes: Sequence[bytes]) -> int:
         return sum(self._directory.lose(block_hash) for block_hash in hashes)
 
+    def leave_first(self, hashes: Sequence[bytes]) -> None:
+        self._directory.leave_first(hashes)
+
 
 def test_a_pool_tells_once_where_an_evicted_block_went_and_forgets_the_copy_of_what_it_gets_again() -> None:
     heard: list[object] = []
@@ -115,6 +118,27 @@ def test_an_ended_session_s_blocks_leave_the_tiers_and_do_not_go_down() -> None:
     pool.allocate(2)
     assert name(1) not in directory
     assert heard[-1] == BlockRemoved(name(1))
+
+
+def test_blocks_that_another_worker_has_leave_first_and_their_end_before_their_beginning() -> None:
+    directory, _ = filled(host=4, disk=0, blocks=4)
+    directory.leave_first([name(2), name(3)])
+    left = []
+    for number in (10, 11):
+        directory.place(name(number), may_spill=False)
+        left.append([each for each in range(4) if name(each) not in directory])
+    assert left == [[3], [2, 3]]
+
+
+def test_what_one_session_has_leaves_host_memory_first_once_it_was_lent() -> None:
+    directory, _ = filled(host=3, disk=0, blocks=3)
+    pool = BlockPool(2)
+    pool.lower = Tiers(directory)
+    pool.record(Session(b"s"), [name(1), name(2)])
+    pool.record(Session(b"t"), [name(1)])
+    pool.lent([name(0), name(1), name(2)])
+    directory.place(name(10), may_spill=False)
+    assert [number for number in range(3) if name(number) in directory] == [0, 1]
 
 
 def test_a_disk_that_is_not_read_gets_one_block_in_twenty() -> None:

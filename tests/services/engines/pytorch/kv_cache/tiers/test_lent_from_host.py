@@ -12,7 +12,7 @@ from support.eventually import eventually
 
 from engine_protocol.prefix_hash import block_hashes
 from services.engines.kv_events import KvTier
-from services.engines.prompt import Prompt
+from services.engines.prompt import Prompt, Session
 from services.engines.pytorch.core import EngineCore
 from services.engines.pytorch.engine import PyTorchEngine
 from services.engines.pytorch.kv_cache.tiers.host import Copier
@@ -63,6 +63,22 @@ async def test_the_rest_is_lent_if_the_pool_still_has_the_beginning(llama: Check
         assert lent is not None
         assert len(lent.block_ids) == 12
         await lent.release()
+
+
+@pytest.mark.parametrize("session", [Session(b"s"), None], ids=["of a session", "of no session"])
+async def test_what_was_lent_of_a_session_is_the_first_to_be_evicted(
+    llama: Checkpoint, random_ids: Ids, session: Session | None
+) -> None:
+    lent_prompt, other = random_ids(100, 1), random_ids(100, 2)
+    async with llama.engine(**SETTINGS) as engine:
+        await collect(engine.decode(Prompt(lent_prompt, session=session), greedy(1)))
+        await collect(engine.decode(Prompt(other), greedy(1)))
+        names = block_hashes(lent_prompt, 16)
+        lent = await engine.lend_prefix(names, 0)
+        assert lent is not None
+        assert await lent.release() == len(names)
+        has_dead = await engine._loop.call(lambda core: core._pool._idle.has_dead)
+        assert has_dead == (session is not None)
 
 
 async def test_what_cannot_be_loaded_is_not_lent(
