@@ -6,8 +6,7 @@ child.py         one process of the worker: its start, its signals, and its cert
 process.py       both ends of it: a process and the conversation with it, and one that is to follow another
 conversation.py  what the worker asks to be kept, and its signs of life
 silence.py       how long it has given none although it could
-successor.py     what a process that is to follow another may do with kept memory before
-memory.py        the file descriptors that are kept, by name, and the fingerprints of what they hold
+memory.py        the file descriptors that are kept, by name; what a process that is to follow another may do with them
 messages.py      the messages between the two
 client.py        the worker's side
 

@@ -6,9 +6,8 @@ from collections.abc import Collection, Sequence
 from runtime.clock import monotonic
 from services.keeper.child import Child, Ending
 from services.keeper.conversation import Conversation
-from services.keeper.memory import KeptDescriptors
+from services.keeper.memory import KeptDescriptors, SuccessorsMemory
 from services.keeper.messages import Answer, pair
-from services.keeper.successor import SuccessorsMemory
 
 
 class Process:

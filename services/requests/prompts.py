@@ -8,7 +8,7 @@ from baton.engine.v1 import decode_pb2, handoff_pb2, prefill_pb2, prompt_pb2
 from baton.errors import InvalidRequest, Unsupported
 from baton.inference.v1 import generate_pb2, sampling_pb2
 from baton.sampling_options import given
-from engine_protocol.sampling_rules import check_params
+from engine_protocol.request_rules import check_params
 from grammars.guide import read_guide
 from rpc.violations import Violations
 from runtime.threads import in_pieces, of_many

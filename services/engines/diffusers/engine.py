@@ -20,10 +20,9 @@ from services.engines.diffusers.ranks import REFUSALS
 from services.engines.diffusion import Clip, Drawing, Picture, Step
 from services.engines.kv import embedding_layout
 from services.engines.pytorch.batch_loop import BatchJob, BatchLoop
-from services.engines.pytorch.failures import is_out_of_memory
+from services.engines.pytorch.failures import StallDetector, is_out_of_memory
 from services.engines.pytorch.model.loading import device_named
 from services.engines.pytorch.part import PyTorchPart
-from services.engines.pytorch.stall_detector import StallDetector
 from services.engines.rules import ClipRules, DrawingRules
 
 _RETRY_SECONDS = 1.0

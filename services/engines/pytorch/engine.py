@@ -25,6 +25,7 @@ from services.engines.prompt import Prompt, Sampling
 from services.engines.pytorch.config import PyTorchConfig
 from services.engines.pytorch.core import EngineCore
 from services.engines.pytorch.engine_loop import EngineLoop
+from services.engines.pytorch.failures import StallDetector
 from services.engines.pytorch.guidance.compiler import GrammarCompiler
 from services.engines.pytorch.kv_cache.blocks import HashChain
 from services.engines.pytorch.kv_cache.events import CacheEvents
@@ -38,7 +39,6 @@ from services.engines.pytorch.parallel.messages import Ready
 from services.engines.pytorch.parallel.multi_node.leader import gather
 from services.engines.pytorch.runners.runner import StepRunner
 from services.engines.pytorch.sequence import Event, Failed, Held, TokenSequence
-from services.engines.pytorch.stall_detector import StallDetector
 from services.engines.pytorch.steps.tier_loads import BlockReservation
 from services.engines.pytorch.stream import DecodeStream, EventQueue, Queued
 from services.engines.pytorch.validation import check_prompt, check_sampling
