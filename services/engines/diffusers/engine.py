@@ -13,9 +13,8 @@ from baton.errors import InvalidRequest, Overloaded
 from runtime.clock import monotonic
 from services.engines.base import ModelFacts
 from services.engines.diffusers.config import DiffusionConfig
-from services.engines.diffusers.files import HAS_MP4
 from services.engines.diffusers.leader import open_group
-from services.engines.diffusers.pipeline import Pipeline, fingerprint
+from services.engines.diffusers.pipeline import HAS_MP4, Pipeline, fingerprint
 from services.engines.diffusers.ranks import REFUSALS
 from services.engines.diffusion import Clip, Drawing, Picture, Step
 from services.engines.kv import embedding_layout

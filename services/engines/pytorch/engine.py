@@ -34,7 +34,7 @@ from services.engines.pytorch.kv_cache.memory import DeviceMemory
 from services.engines.pytorch.lora.layers import NO_SLOT
 from services.engines.pytorch.lora.slots import EmbeddedLoraSlots
 from services.engines.pytorch.parallel.followers import Followers
-from services.engines.pytorch.parallel.local_leader import LocalFollowers
+from services.engines.pytorch.parallel.local_follower import LocalFollowers
 from services.engines.pytorch.parallel.messages import Ready
 from services.engines.pytorch.parallel.multi_node.leader import gather
 from services.engines.pytorch.runners.runner import StepRunner

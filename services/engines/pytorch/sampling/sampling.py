@@ -282,11 +282,7 @@ def _draw_whole(logits: torch.Tensor, states: Sequence[SamplerState]) -> torch.T
     keys = _keys(logits, states)
     rows = max(1, (1 << 16) // logits.shape[1]) if logits.device.type == "cpu" else len(states)
     starts = range(0, len(states), rows)
-    return torch.cat([_likeliest(logits[a : a + rows] + gumbel(keys[a : a + rows], ids)) for a in starts])
-
-
-def _likeliest(logits: torch.Tensor) -> torch.Tensor:
-    return logits.argmax(dim=-1)
+    return torch.cat([(logits[a : a + rows] + gumbel(keys[a : a + rows], ids)).argmax(dim=-1) for a in starts])
 
 
 def _draw_cut(logits: torch.Tensor, states: Sequence[SamplerState]) -> torch.Tensor:
