@@ -8,7 +8,7 @@ import functools
 import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Concatenate, Generic, ParamSpec, TypeVar, get_args
+from typing import Any, Concatenate, Generic, ParamSpec, TypeVar, get_args
 
 from google.protobuf.message import Message
 
@@ -22,9 +22,6 @@ from baton.inference.v1 import (
     server_info_pb2,
     tokenize_pb2,
 )
-
-if TYPE_CHECKING:
-    pass
 
 # A text, or a conversation that the model's chat template renders.
 Text = generate_pb2.ChatInput | str
@@ -169,11 +166,7 @@ def records(
     Raises RequestNotFound if none is kept.
     """
     message = record_pb2.GetRecordsRequest(request_id=request_id)
-    return UnaryCall("InferenceService/GetRecords", message, _records, timeout_seconds)
-
-
-def _records(response: record_pb2.GetRecordsResponse) -> list[record_pb2.RequestRecord]:
-    return list(response.records)
+    return UnaryCall("InferenceService/GetRecords", message, lambda it: list(it.records), timeout_seconds)
 
 
 def whole(response: Value) -> Value:

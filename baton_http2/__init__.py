@@ -15,7 +15,6 @@ in one write. It is a distribution of its own, `baton-http2` (packaging/http2), 
 | limits | settings, budgets of a connection, metrics |
 | input_budget | memory and time of requests that are not read yet |
 | output_budget | memory of answers that are not read yet |
-| large_message | a message of more than a window, whose bytes are counted before they come |
 | turns | waiting for a turn: calls beside others, writers whose peer is behind |
 | security | TLS, and the identity of a peer |
 | wire/ | frames, header blocks and messages |

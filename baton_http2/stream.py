@@ -4,8 +4,7 @@ import asyncio
 from functools import partial
 from typing import Final, Protocol
 
-from baton_http2.input_budget import InputLimits, Pace, Reservation
-from baton_http2.large_message import LargeMessage
+from baton_http2.input_budget import InputLimits, LargeMessage, Pace, Reservation
 from baton_http2.limits import ServerLimits
 from baton_http2.output import Output
 from baton_http2.wire.frames import (

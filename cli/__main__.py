@@ -22,7 +22,8 @@ def main() -> None:
     try:
         code = asyncio.run(_run(arguments))
     except BatonError as error:
-        print(describe(error, _address(arguments)), file=sys.stderr)
+        address = find_address(arguments.address).value if hasattr(arguments, "address") else None
+        print(describe(error, address), file=sys.stderr)
         code = exit_code(error)
     except (KeyboardInterrupt, asyncio.CancelledError):
         print("interrupted", file=sys.stderr)
@@ -58,10 +59,6 @@ async def _run(arguments: argparse.Namespace) -> int:
     code: int = await run(arguments)
     sys.stdout.flush()
     return code
-
-
-def _address(arguments: argparse.Namespace) -> str | None:
-    return find_address(arguments.address).value if hasattr(arguments, "address") else None
 
 
 if __name__ == "__main__":

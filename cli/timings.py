@@ -45,17 +45,13 @@ def _row(timing: timing_pb2.StageTiming, longest: float) -> list[str]:
     bar = "█" * round(BAR_WIDTH * seconds / longest) if longest else ""
     shown = _milliseconds(first) if first else ""
     return [
-        _name(timing.stage),
+        value_name(timing_pb2.Stage, timing.stage).replace("_", " "),
         _milliseconds(seconds),
         shown,
         bar,
         printable(timing.worker_id) or "router",
         _moved(timing, seconds),
     ]
-
-
-def _name(stage: "timing_pb2.Stage.ValueType") -> str:
-    return value_name(timing_pb2.Stage, stage).replace("_", " ")
 
 
 def _seconds(duration: Duration) -> float:

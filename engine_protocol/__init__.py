@@ -5,11 +5,9 @@
 | lane | the contracts of the way of a token: sources, sinks, wires |
 | multiplex/ | many engine calls to one worker over one stream |
 | leases | a lease on another worker's blocks: renewal and release |
-| sampling_rules | checks of sampling parameters |
-| drawing_rules | checks of pictures and clips to draw |
+| request_rules | checks of sampling parameters, and of pictures and clips to draw |
 | roles | the roles of workers, one declaration each |
-| digests | the names of tenants and sessions on workers |
-| prefix_hash | the hash chain of a prompt's blocks, by which workers and routers name them |
+| prefix_hash | the hash chain of a prompt's blocks, by which all name them; digests of tenants and sessions |
 | timing_profile | the measured speed of a model, and its file |
 | fault_injection | the fault plans in a request's metadata, for tests |
 """

@@ -1,6 +1,7 @@
 """The hash chain that names a KV block's content: its own tokens and all that precede them.
 
-Engines and routers compute it alike, so that a router knows a prompt's blocks by the names that workers tell.
+Engines and routers compute it alike, so that a router knows a prompt's blocks by the names that workers tell. Tenants
+and sessions, whose names stay with the routers, have digests on workers.
 """
 
 import hashlib
@@ -8,6 +9,7 @@ import struct
 from array import array
 from collections.abc import Iterable, Sequence
 from functools import lru_cache
+from hashlib import blake2b
 from typing import Protocol
 
 from runtime.threads import MANY_IDS, in_pieces
@@ -95,3 +97,18 @@ def _packing(count: int) -> struct.Struct:
 
 def _link(parent: bytes, content: bytes) -> bytes:
     return hashlib.blake2b(parent + content, digest_size=HASH_BYTES).digest()
+
+
+def tenant_digest(tenant: str) -> bytes:
+    """A tenant's name on workers."""
+    return _digest(tenant)
+
+
+def session_digest(tenant: str, session: str) -> bytes:
+    """A session's name on workers: the same key of another tenant has another one."""
+    return _digest(tenant, session)
+
+
+def _digest(*texts: str) -> bytes:
+    joined = b"".join(blake2b(text.encode("utf-8", "replace"), digest_size=16).digest() for text in texts)
+    return blake2b(joined, digest_size=16).digest()

@@ -62,7 +62,9 @@ def read_guide(message: generate_pb2.GuidedDecoding) -> Guide:
             return Guide(kind, choices=tuple(message.choice.texts))
         case GuideKind.STRUCTURAL_TAGS:
             _bound("guided.structural_tags.tags", len(message.structural_tags.tags), MAX_TAGS)
-            return Guide(kind, tags=_tags(message.structural_tags), needs_tag=message.structural_tags.is_required)
+            tags = message.structural_tags
+            found = (Tag(one.begin, one.json_schema, one.end, one.trigger or one.begin) for one in tags.tags)
+            return Guide(kind, tags=tuple(found), needs_tag=tags.is_required)
         case _:
             return Guide(kind, text=getattr(message, which))
 
@@ -70,10 +72,6 @@ def read_guide(message: generate_pb2.GuidedDecoding) -> Guide:
 def json_text(text: str) -> str:
     """A text as JSON, whose escapes are those of Lark's strings too."""
     return json.dumps(text, ensure_ascii=False)
-
-
-def _tags(message: generate_pb2.StructuralTags) -> tuple[Tag, ...]:
-    return tuple(Tag(one.begin, one.json_schema, one.end, one.trigger or one.begin) for one in message.tags)
 
 
 def _bound(field: str, number: int, most: int) -> None:

@@ -2,10 +2,9 @@
 
 | module | subject |
 |---|---|
-| loader | `MediaLoader.load`: the one way in |
+| loader | `MediaLoader.load`: the one way in; `MediaStore`: what was drawn, written below allowed folders |
 | sources/ | where content comes from: `data:`, `file:` and `https:` URIs |
 | content | an item as requested, checked content, MIME types; what bytes are before they are decoded |
 | image | checking an image |
-| store | `MediaStore`: what was drawn, written below allowed folders |
 | config | the limits, and the sources that are allowed |
 """

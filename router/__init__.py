@@ -1,9 +1,8 @@
 """The router: `python -m router CONFIG`. The request path, in the order of reading:
 
 service.py       the gRPC service of clients: one context for each request, then the pipeline
-context.py       RequestContext: deadline, stats, fault plan; the table of running requests
+context.py       RequestContext: deadline, stats, fault plan; the running requests, what begins and ends each
 qos.py           the tenant and the priority of a call; which tenants have accounts of their own
-running.py       the requests that run, of all kinds; what begins and ends each
 pipeline.py      a request: validate, tokenize, admit, encode, execute
 execution.py     a request on its workers: prefill, handoff, decode; continues elsewhere when a worker fails
 answers.py       several answers to one prompt

@@ -22,8 +22,7 @@ from router.decoding.state import Executor
 from router.execution import execute
 from router.multimodal.prompt import MultimodalPrompt
 from router.resume.execution import completion_of, resume
-from router.stream.general import FillFinished
-from router.stream.reply import Pace
+from router.stream.general import FillFinished, Pace
 from router.stream.writer import StreamWriter
 from router.text.completion import Completion, TokenDelta
 from router.text.served_model import ServedModel

@@ -23,10 +23,9 @@ from router.stream.writer import StreamWriter
 from router.telemetry import metrics
 from router.text.completion import Completion, Finish
 from router.workers.calls import RETRYABLE, AdoptedDecode, DecodeCall
-from router.workers.destinations import DestinationLost, allocates_first, report_loan
+from router.workers.destinations import DestinationLost, Prefetch, allocates_first, report_loan
 from router.workers.handle import WorkerHandle
 from router.workers.loras import named
-from router.workers.prefetches import Prefetch
 from router.workers.replies import check_handoff
 from router.workers.spans import set_routing_attributes
 

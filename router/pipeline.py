@@ -18,17 +18,17 @@ from router.admission.controller import Admission, AdmissionController
 from router.admission.predictor import RequestEstimate
 from router.answers import SeveralAnswers, draw_seed, keep_together
 from router.config import LimitsConfig
-from router.context import RequestContext
+from router.context import RequestContext, RunningRequests
 from router.decoding.state import Executor
 from router.execution import execute
 from router.multimodal.encode import LoadedMedia
 from router.multimodal.prompt import MultimodalProcessor, MultimodalPrompt
 from router.resume.execution import completion_of, resume
-from router.running import RunningRequests
 from router.sessions import prompt_cache, retained_tokens
-from router.stream.reply import Pace, end_reply
+from router.stream.general import Pace
 from router.stream.writer import StreamWriter
 from router.telemetry.spans import set_request_attributes
+from router.telemetry.timings import end_reply
 from router.text import request_input
 from router.text.chat_template import LONGEST_SECONDS, LOOP_SECONDS, SlowTemplate
 from router.text.completion import Completion

@@ -4,13 +4,12 @@ from collections.abc import AsyncIterator
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, replace
 
-from media.loader import MediaLoader
-from media.store import MediaStore
+from media.loader import MediaLoader, MediaStore
 from router.admission.controller import AdmissionController
 from router.admission.peers import ALONE
 from router.admission.quotas import Quotas
 from router.config import RouterConfig
-from router.context import ContextFactory
+from router.context import ContextFactory, RunningRequests
 from router.decoding.state import Executor
 from router.embedding.calls import EmbedCalls
 from router.embedding.pipeline import EmbedPipeline
@@ -29,7 +28,6 @@ from router.recording.recorder import Recorder
 from router.routing.policy import Policy
 from router.routing.prefix.predicted import PredictedSeconds
 from router.routing.retry import Retries
-from router.running import RunningRequests
 from router.sessions import SessionEnds
 from router.text.grammar_check import GrammarCheck
 from router.tokenization import Tokenization

@@ -17,7 +17,7 @@ from baton.calls import unary
 from baton.engine.v1 import prompt_pb2, worker_pb2
 from baton.errors import BatonError, InvalidRequest
 from baton.inference.v1 import generate_pb2
-from engine_protocol.digests import session_digest, tenant_digest
+from engine_protocol.prefix_hash import session_digest, tenant_digest
 from router.admission.quotas import Quotas
 from router.telemetry.stats import RequestStats
 from router.text import chat_input

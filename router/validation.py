@@ -7,7 +7,7 @@ from baton.engine.v1 import prompt_pb2
 from baton.errors import InvalidRequest
 from baton.inference.v1 import generate_pb2, model_pb2, sampling_pb2
 from baton.sampling_options import OPTIONS
-from engine_protocol.sampling_rules import check_bias_ids, check_params
+from engine_protocol.request_rules import check_bias_ids, check_params
 from router.config import LimitsConfig
 from router.multimodal.prompt import MultimodalPrompt
 from router.sessions import check_cache

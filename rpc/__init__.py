@@ -4,7 +4,6 @@
 |---|---|
 | server | `serve`: a server with health, reflection, interceptors, and a drain at its end |
 | interceptors/ | what surrounds every call on a server: arrival, reading, errors, logs, spans, authorization |
-| reply | gives grpc.aio's contexts the `reply()` that ours have |
 | channels | channels to peers, with TLS and trace propagation; calls that may fail |
 | status | the table of error classes and status codes; outcomes as metric labels |
 | health | `grpc.health.v1` |

@@ -35,8 +35,7 @@ from rpc.interceptors.logging import log_call
 from rpc.interceptors.reading import CHANNEL_OPTIONS as READ_OPTIONS
 from rpc.interceptors.reading import MalformedRequest, Reader, ReadLimits, TextLimitsOf
 from rpc.interceptors.tracing import trace_calls
-from rpc.interceptors.wrap import WrapMethods
-from rpc.reply import AddReplies
+from rpc.interceptors.wrap import AddReplies, WrapMethods
 from rpc.timeouts import CLEANUP_SECONDS, MIN_PING_SECONDS
 from rpc.tracing.tracer import NO_TRACER, Tracer
 from runtime.aio import run_to_completion

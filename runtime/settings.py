@@ -100,7 +100,7 @@ def _groups(model: type[BaseModel], key: str, sentence: str, instance: object) -
         values = instance if isinstance(instance, kind) else _NOT_GIVEN
         for name, field in kind.model_fields.items():
             path = f"{key}.{name}" if key else name
-            value = getattr(values, name, _default(field))
+            value = getattr(values, name, field.get_default(call_default_factory=True, validated_data={}))
             if section := _section(field.annotation):
                 sections.setdefault(path, (section, value, _sentence(kind, name, field)))
             else:
@@ -140,10 +140,6 @@ def _setting(path: str, model: type[BaseModel], name: str, value: object) -> Set
     kind = ", ".join(word for word in (_words(field.annotation), " ".join(bounds), unit) if word)
     default = "none" if value is None else to_json(value).decode() if value is not PydanticUndefined else "required"
     return Setting(path, kind, default, _sentence(model, name, field))
-
-
-def _default(field: FieldInfo) -> object:
-    return field.get_default(call_default_factory=True, validated_data={})
 
 
 def _section(annotation: Any) -> type[BaseModel] | None:

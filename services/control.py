@@ -23,7 +23,7 @@ from services.requests.loras import inventory_message, loras_of
 from services.resume.streams import KeptStreams, KeptUsage
 from services.roles.diffuse import image_generation
 from services.telemetry.timings import as_seconds, duration
-from services.worker import Drainer, DrainProgress, poll_changes
+from services.worker import Drainer, poll_changes
 from services.worker_engines import WorkerEngines
 
 SERVICE_NAME = worker_pb2.DESCRIPTOR.services_by_name["WorkerService"].full_name
@@ -82,7 +82,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
     ) -> AsyncGenerator[worker_pb2.DrainResponse, None]:
         async with aclosing(self._drainer.drain(_grace_seconds(request))) as stages:
             async for progress in stages:
-                yield _drain_response(progress)
+                yield worker_pb2.DrainResponse(**asdict(progress), drained=progress.drained)
         # The process may end once the last message has been sent, and not before.
         context.add_done_callback(self._drainer.finish)
 
@@ -95,9 +95,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
         changing = self._moving.roles.change(request.role, self._engines.engine, self._moving.shedding)
         async with aclosing(changing) as stages:
             async for progress in stages:
-                yield worker_pb2.ChangeRoleResponse(
-                    running=progress.running, handoffs_held=progress.handoffs_held, changed=progress.changed
-                )
+                yield worker_pb2.ChangeRoleResponse(**asdict(progress))
 
     async def Upgrade(self, request: worker_pb2.UpgradeRequest, context: Any) -> worker_pb2.UpgradeResponse:
         await self._moving.upgrader.upgrade()
@@ -311,10 +309,4 @@ def _abort_response(aborted: Aborted) -> worker_pb2.AbortResponse:
         tokens_discarded=aborted.tokens_discarded,
         blocks_freed=aborted.blocks_freed,
         milliseconds=aborted.seconds * 1000,
-    )
-
-
-def _drain_response(progress: DrainProgress) -> worker_pb2.DrainResponse:
-    return worker_pb2.DrainResponse(
-        running=progress.running, handoffs_held=progress.handoffs_held, drained=progress.drained
     )

@@ -12,7 +12,7 @@ from baton.kserve import inference_pb2
 from baton.sampling_options import OPTIONS, SamplingOption, given
 from cli.arguments import parse
 from cli.request import build
-from engine_protocol.sampling_rules import check_params
+from engine_protocol.request_rules import check_params
 from router.kserve.tensors import generate_request as kserve_request
 from router.openai.chat import ChatCompletionRequest
 from rpc.violations import Violations

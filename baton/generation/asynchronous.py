@@ -13,7 +13,7 @@ from baton.connection.settings import Settings
 from baton.errors import BatonError, Unavailable
 from baton.generation.inquiries import Finding, Inquiries, Question, Reply
 from baton.generation.requests import GenerateCall
-from baton.generation.resuming import Received
+from baton.generation.resuming import Received, StreamedAnswer
 from baton.inference.v1 import generate_pb2
 
 if TYPE_CHECKING:
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 Value = TypeVar("Value")
 
 
-class AsyncGeneration:
+class AsyncGeneration(StreamedAnswer):
     """An answer as it arrives: an asynchronous iterator of GenerateResponse: `started`, `token`s, then `finished`.
 
     `request_id` and `trace_id` are known after the first event. Closing it, or cancelling the task that reads it, stops
@@ -37,19 +37,9 @@ class AsyncGeneration:
         stop: Callable[[str], None],
         inquirer: "AsyncInquirer",
     ) -> None:
+        super().__init__(routers, settings, made, stop)
         self._inquirer = inquirer
-        self.request_id = made.request.request_id
-        self.trace_id = ""
-        self._routers = routers
-        self._received = Received(made.request, settings.resume, made.handle)
-        self._stop = stop
-        self._is_lost = False
-        self._running: Any = None  # the present call
-        self._settings = settings
         self._events = self._read(made)
-
-    def __repr__(self) -> str:
-        return f"<baton.AsyncGeneration request_id={self.request_id!r} trace_id={self.trace_id!r}>"
 
     def __aiter__(self) -> "Self":
         return self
@@ -62,21 +52,6 @@ class AsyncGeneration:
 
     async def __aexit__(self, *exception: object) -> None:
         await self.aclose()
-
-    @property
-    def resumptions(self) -> int:
-        """The number of times that a router took the answer over."""
-        return self._received.resumptions
-
-    @property
-    def recomputations(self) -> int:
-        """The number of these at which the prompt was computed again, since no worker had the answer any more."""
-        return self._received.recomputations
-
-    @property
-    def handle(self) -> str:
-        """A secret by which any router goes on with the answer; empty if it cannot be resumed."""
-        return self._received.handle
 
     async def text(self) -> str:
         """Reads what is left of the answer, and returns its text; of several answers, that of the first."""

@@ -3,12 +3,17 @@
 import random
 import time
 from array import array
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 from google.protobuf.message import Message
 
 from baton.connection.retry import Resume
+from baton.connection.routers import Routers
+from baton.connection.settings import Settings
 from baton.errors import BatonError, EmbeddingLost, InvalidReply, Unavailable
+from baton.generation.requests import GenerateCall
 from baton.inference.v1 import generate_pb2
 
 # Of the calls that resume an answer: the first is made at once, later ones after growing pauses.
@@ -193,6 +198,38 @@ class Received:
         position.reasoning_bytes += len(token.reasoning.encode())
         position.tool_calls += len(token.tool_calls)
         answer.ids.extend(token.token_ids)
+
+
+class StreamedAnswer:
+    """The parts of an answer that do not depend on who reads it. `stop` ends one that goes on without its reader."""
+
+    def __init__(self, routers: Routers, settings: Settings, made: GenerateCall, stop: Callable[[str], None]) -> None:
+        self.request_id = made.request.request_id
+        self.trace_id = ""
+        self._routers = routers
+        self._settings = settings
+        self._received = Received(made.request, settings.resume, made.handle)
+        self._stop = stop
+        self._is_lost = False
+        self._running: Any = None  # the present call
+
+    def __repr__(self) -> str:
+        return f"<baton.{type(self).__name__} request_id={self.request_id!r} trace_id={self.trace_id!r}>"
+
+    @property
+    def resumptions(self) -> int:
+        """The number of times that a router took the answer over."""
+        return self._received.resumptions
+
+    @property
+    def recomputations(self) -> int:
+        """The number of these at which the prompt was computed again, since no worker had the answer any more."""
+        return self._received.recomputations
+
+    @property
+    def handle(self) -> str:
+        """A secret by which any router goes on with the answer; empty if it cannot be resumed."""
+        return self._received.handle
 
 
 def _is_lost(error: BatonError) -> bool:

@@ -16,7 +16,7 @@ from baton.error_details import from_rpc_error
 from baton.errors import BatonError, Cancelled, Unavailable
 from baton.generation.inquiries import Finding, Inquiries, Question, Reply
 from baton.generation.requests import GenerateCall
-from baton.generation.resuming import Received
+from baton.generation.resuming import Received, StreamedAnswer
 from baton.inference.v1 import generate_pb2
 
 if TYPE_CHECKING:
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 Value = TypeVar("Value")
 
 
-class Generation:
+class Generation(StreamedAnswer):
     """An answer as it arrives: an iterator of GenerateResponse, one `started`, then `token`s, then one `finished`.
 
     `request_id` and `trace_id` are known after the first event. Closing it, or dropping it, stops the request.
@@ -40,21 +40,11 @@ class Generation:
         stop: Callable[[str], None],
         inquirer: "Inquirer",
     ) -> None:
+        super().__init__(routers, settings, made, stop)
         self.inquirer = inquirer
-        self.request_id = made.request.request_id
-        self.trace_id = ""
-        self._routers = routers
-        self._received = Received(made.request, settings.resume, made.handle)
-        self._stop = stop
-        self._is_lost = False
-        self._router = 0  # the number of the one that `_running` is a call of
         self.resume = settings.resume
-        self._running: Any = None
-        self._settings = settings
+        self._router = 0  # the number of the one that `_running` is a call of
         self._events = self._read(made)
-
-    def __repr__(self) -> str:
-        return f"<baton.Generation request_id={self.request_id!r} trace_id={self.trace_id!r}>"
 
     def __iter__(self) -> "Self":
         return self
@@ -67,21 +57,6 @@ class Generation:
 
     def __exit__(self, *exception: object) -> None:
         self.close()
-
-    @property
-    def resumptions(self) -> int:
-        """The number of times that a router took the answer over."""
-        return self._received.resumptions
-
-    @property
-    def recomputations(self) -> int:
-        """The number of these at which the prompt was computed again, since no worker had the answer any more."""
-        return self._received.recomputations
-
-    @property
-    def handle(self) -> str:
-        """A secret by which any router goes on with the answer; empty if it cannot be resumed."""
-        return self._received.handle
 
     def text(self) -> str:
         """Reads what is left of the answer, and returns its text; of several answers, that of the first."""

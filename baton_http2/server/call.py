@@ -13,8 +13,7 @@ from baton_http2.aio import ended_with, timeout
 from baton_http2.clock import monotonic, perf_counter
 from baton_http2.input_budget import InputHold, offer_hold
 from baton_http2.limits import EXCEEDED
-from baton_http2.server.arrival import note_read
-from baton_http2.server.calls import Calls
+from baton_http2.server.calls import Calls, note_read
 from baton_http2.server.methods import CallDetails, Caller, Method, method_of
 from baton_http2.server.peer import ClientPeer
 from baton_http2.server.reply import Reply

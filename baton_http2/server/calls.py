@@ -1,17 +1,20 @@
-"""The calls of one server: the methods that they may call, their tasks, and what they share."""
+"""The calls of one server: the methods that they may call, their tasks, what they share, and when each was read."""
 
 import asyncio
 import contextvars
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
+from contextvars import ContextVar
 from functools import partial
 from typing import Any
 
 from grpc import aio
 
+from baton_http2.clock import perf_counter
 from baton_http2.server.methods import CallDetails, Refuse
 from baton_http2.turns import CallTurns
 
 Find = Callable[[CallDetails], Awaitable[Any]]
+_READ_AT: ContextVar[float | None] = ContextVar("call_read_at", default=None)
 
 
 class Calls:
@@ -66,3 +69,14 @@ class Calls:
             return handler
         found = (generic.service(details) for generic in self._generic)
         return next((handler for handler in found if handler is not None), None)
+
+
+def note_read(at: float) -> None:
+    """Records when the call that this task serves was read, in seconds of time.perf_counter."""
+    _READ_AT.set(at)
+
+
+def read_at() -> float:
+    """The time at which the call of this task was read; now, where another server has read it."""
+    at = _READ_AT.get()
+    return perf_counter() if at is None else at

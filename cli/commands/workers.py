@@ -13,7 +13,7 @@ from baton.errors import LayoutMismatch, Unsupported
 from baton.inference.v1 import cluster_service_pb2, generate_pb2, lora_pb2
 from cli.connection import connect
 from cli.terminal import output, table
-from engine_protocol.digests import tenant_digest
+from engine_protocol.prefix_hash import tenant_digest
 
 _WORKER_NUMBERS = ("running/waiting", "blocks used/held/total")
 _KEPT = "kept/parked"

@@ -94,7 +94,9 @@ def _serves(match: Mapping[str, Any]) -> bool:
 def _of_envoy(envoy: EnvoyFile, routers: Sequence[ConfiguredProcess]) -> Iterator[Finding]:
     limits, interval = list(_stream_limits(envoy)), _health_interval(envoy)
     for router in routers:
-        request = NamedDuration(f"limits.request_timeout_seconds of {router.name}", _request_seconds(router))
+        request = NamedDuration(
+            f"limits.request_timeout_seconds of {router.name}", router.seconds("limits.request_timeout_seconds")
+        )
         for limit in limits:
             yield from _ordered(envoy.name, request, limit, "Envoy cuts streams that are still running")
         announce = NamedDuration(f"announce_seconds of {router.name}", router.seconds("announce_seconds"))
@@ -134,10 +136,6 @@ def _seconds(section: dict[str, Any], key: str, default: float) -> float:
 def _health_interval(envoy: EnvoyFile) -> float | None:
     checks = [check for found in _all(envoy.value["static_resources"], "health_checks") for check in found]
     return max((seconds(check["interval"]) for check in checks), default=None)
-
-
-def _request_seconds(router: ConfiguredProcess) -> float:
-    return router.seconds("limits.request_timeout_seconds")
 
 
 def _ordered(name: str, shorter: NamedDuration, longer: NamedDuration, otherwise: str) -> Iterator[Finding]:

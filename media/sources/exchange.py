@@ -70,7 +70,7 @@ class Exchange:
         async for event in events:
             match event:
                 case h11.Response():
-                    location = self._redirect(event)
+                    location = _header(event, b"location") if event.status_code in _REDIRECTS else None
                     if location is not None:
                         return Redirect(location)
                     self._check(event)
@@ -79,9 +79,6 @@ class Exchange:
                     if len(content) > self.max_bytes:
                         raise self._too_large()
         return Body(bytes(content))
-
-    def _redirect(self, response: h11.Response) -> str | None:
-        return _header(response, b"location") if response.status_code in _REDIRECTS else None
 
     def _check(self, response: h11.Response) -> None:
         status = response.status_code

@@ -195,13 +195,10 @@ class MessageStream:
             signed = self._delta(type="signature_delta", signature=sign("".join(self._reasoning)))
             self._reasoning.clear()
         self._kind = ""
-        return signed + self._stop()
+        return signed + _event("content_block_stop", index=self._index)
 
     def _delta(self, **delta: str) -> bytes:
         return _event("content_block_delta", index=self._index, delta=delta)
-
-    def _stop(self) -> bytes:
-        return _event("content_block_stop", index=self._index)
 
 
 def _event(name: str, **fields: Any) -> bytes:

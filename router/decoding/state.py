@@ -17,9 +17,8 @@ from router.stream.writer import StreamWriter
 from router.telemetry.request_metrics import TokenLatencies
 from router.text.completion import Completion
 from router.workers.calls import WorkerCalls
-from router.workers.destinations import Destination
+from router.workers.destinations import Destination, Prefetch
 from router.workers.handle import WorkerHandle
-from router.workers.prefetches import Prefetch
 from router.workers.replies import Suspects
 from router.workers.watching.waiting_calls import Waiting
 from runtime.aio import run_to_completion

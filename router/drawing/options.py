@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from baton.inference.v1 import image_pb2, model_pb2, video_pb2
-from engine_protocol.drawing_rules import check_clip, check_options
+from engine_protocol.request_rules import check_clip, check_options
 from router.text.served_model import ServedModel
 from router.workers.cluster import Cluster
 from rpc.violations import Violations

@@ -10,6 +10,14 @@ from rpc.server import Service
 
 _IMAGES = image_pb2.DESCRIPTOR.services_by_name["ImageService"].full_name
 _VIDEOS = video_pb2.DESCRIPTOR.services_by_name["VideoService"].full_name
+# The fields of both responses; frames and videos are drawn for VideoService alone.
+_FIELDS: dict[type[Event | Finished], str] = {
+    image_pb2.ImageProgress: "progress",
+    image_pb2.GeneratedImage: "image",
+    video_pb2.VideoFrame: "frame",
+    video_pb2.GeneratedVideo: "video",
+    image_pb2.ImagesFinished: "finished",
+}
 
 
 class ImageServicer(image_pb2_grpc.ImageServiceServicer):
@@ -21,7 +29,9 @@ class ImageServicer(image_pb2_grpc.ImageServiceServicer):
     async def Generate(  # type: ignore[override]
         self, request: image_pb2.ImageServiceGenerateRequest, context: Any
     ) -> None:
-        await self._pipeline.run(request, context, lambda event: context.write(_image_response(event)))
+        await self._pipeline.run(
+            request, context, lambda event: context.write(_response(image_pb2.ImageServiceGenerateResponse, event))
+        )
 
 
 class VideoServicer(video_pb2_grpc.VideoServiceServicer):
@@ -33,7 +43,9 @@ class VideoServicer(video_pb2_grpc.VideoServiceServicer):
     async def Generate(  # type: ignore[override]
         self, request: video_pb2.VideoServiceGenerateRequest, context: Any
     ) -> None:
-        await self._pipeline.run(request, context, lambda event: context.write(_video_response(event)))
+        await self._pipeline.run(
+            request, context, lambda event: context.write(_response(video_pb2.VideoServiceGenerateResponse, event))
+        )
 
 
 def images(path: RequestPath) -> Service:
@@ -46,25 +58,5 @@ def videos(path: RequestPath) -> Service:
     return Service(_VIDEOS, video_pb2_grpc.add_VideoServiceServicer_to_server, VideoServicer(DrawingPipeline(path)))
 
 
-def _image_response(event: Event | Finished) -> image_pb2.ImageServiceGenerateResponse:
-    match event:
-        case image_pb2.ImageProgress():
-            return image_pb2.ImageServiceGenerateResponse(progress=event)
-        case image_pb2.GeneratedImage():
-            return image_pb2.ImageServiceGenerateResponse(image=event)
-        case image_pb2.ImagesFinished():
-            return image_pb2.ImageServiceGenerateResponse(finished=event)
-    raise AssertionError("clips are drawn for VideoService alone")
-
-
-def _video_response(event: Event | Finished) -> video_pb2.VideoServiceGenerateResponse:
-    match event:
-        case image_pb2.ImageProgress():
-            return video_pb2.VideoServiceGenerateResponse(progress=event)
-        case video_pb2.VideoFrame():
-            return video_pb2.VideoServiceGenerateResponse(frame=event)
-        case video_pb2.GeneratedVideo():
-            return video_pb2.VideoServiceGenerateResponse(video=event)
-        case image_pb2.ImagesFinished():
-            return video_pb2.VideoServiceGenerateResponse(finished=event)
-    raise AssertionError("pictures are drawn for ImageService alone")
+def _response(kind: Any, event: Event | Finished) -> Any:
+    return kind(**{_FIELDS[type(event)]: event})

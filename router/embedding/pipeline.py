@@ -14,9 +14,8 @@ from baton.errors import InvalidRequest
 from baton.inference.v1 import embed_pb2, generate_pb2, model_pb2, timing_pb2
 from router.admission.controller import AdmissionController
 from router.admission.predictor import RequestEstimate
-from router.context import ContextFactory, RequestContext
+from router.context import ContextFactory, RequestContext, RunningRequests
 from router.embedding.calls import ROLE, EmbedCalls, WantedVectors
-from router.running import RunningRequests
 from router.telemetry.spans import set_embed_attributes
 from router.text.served_model import ServedModel
 from router.workers.cluster import Cluster

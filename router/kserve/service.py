@@ -4,6 +4,7 @@ A model's inputs and outputs, for clients that ask before they send.
 """
 
 import asyncio
+from array import array
 from collections.abc import AsyncIterator
 from contextlib import suppress
 from typing import Any
@@ -14,23 +15,27 @@ from google.protobuf.message_factory import GetMessageClass
 from grpc import aio
 
 from baton.errors import BatonError, InvalidRequest, ModelNotFound, NoWorker
-from baton.inference.v1 import generate_pb2, model_pb2
+from baton.inference.v1 import embed_pb2, generate_pb2, model_pb2
 from baton.kserve import inference_pb2 as pb
 from baton.version import __version__
 from baton_http2.server.reply import Reply
 from engine_protocol.roles import completing
-from router.kserve.embeddings import embed_request, embed_response
 from router.kserve.tensors import (
     EMBEDDING,
     FINAL,
     OUTPUTS,
     VERSION,
     add_usage,
+    assign,
+    check_tensor_parameters,
     check_version,
     generate_request,
     is_version,
+    parameters_of,
+    read_inputs,
     reason_of,
     response,
+    text_of,
 )
 from router.request_path import RequestPath
 from router.stream.collector import UnaryCollector
@@ -42,6 +47,7 @@ from runtime.aio import TaskGroup
 PLATFORM = "baton"
 
 _TYPES = {"BYTES": pb.TYPE_STRING, "BOOL": pb.TYPE_BOOL, "FP32": pb.TYPE_FP32}
+_PARAMETERS = ("dimensions", "normalize")
 
 
 def metadata(model: model_pb2.Model) -> pb.ModelMetadataResponse:
@@ -270,4 +276,41 @@ def _whole(request: pb.ModelInferRequest, collector: UnaryCollector) -> pb.Model
     texts, reasons = [text for text, _ in answers], [reason_of(reason) for _, reason in answers]
     made = response(request, texts, reasons, model=collected.started.model, is_final=True)
     add_usage(made, collected.finished.usage)
+    return made
+
+
+def embed_request(request: pb.ModelInferRequest) -> embed_pb2.EmbedRequest:
+    """The request to the pipeline. Raises InvalidRequest naming the wrong input, output or parameter."""
+    check_version(request.model_version)
+    inputs = read_inputs(request)
+    texts = inputs.pop("text_input", None)
+    if texts is None:
+        raise InvalidRequest.of("inputs.text_input", "is missing")
+    if inputs:
+        raise InvalidRequest.of(f"inputs.{min(inputs)}", "unknown input of embeddings; expected text_input")
+    for output in request.outputs:
+        if output.name != EMBEDDING:
+            raise InvalidRequest.of(f"outputs.{output.name}", f"no output beside {EMBEDDING}")
+        check_tensor_parameters(f"outputs.{output.name}", output.parameters)
+    made = embed_pb2.EmbedRequest(request_id=request.id, model=request.model_name)
+    for text in texts:
+        made.inputs.add(text=text_of("inputs.text_input", text))
+    for name, value in parameters_of(request).items():
+        if name not in _PARAMETERS:
+            raise InvalidRequest.of(f"parameters.{name}", f"unknown parameter; expected {' or '.join(_PARAMETERS)}")
+        try:
+            assign(made, name, value, is_flag=name == "normalize")
+        except TypeError as error:
+            raise InvalidRequest.of(f"parameters.{name}", str(error)) from None
+    return made
+
+
+def embed_response(request: pb.ModelInferRequest, embedded: embed_pb2.EmbedResponse) -> pb.ModelInferResponse:
+    """The vectors, in the order of the texts. Slow for many long ones: call it in a thread."""
+    made = pb.ModelInferResponse(model_name=embedded.model, model_version=VERSION, id=request.id)
+    made.parameters[FINAL].bool_param = True
+    made.parameters["prompt_tokens"].int64_param = embedded.usage.prompt_tokens
+    vectors = [array("f", one.values) for one in embedded.embeddings]
+    made.outputs.add(name=EMBEDDING, datatype="FP32", shape=[len(vectors), len(vectors[0])])
+    made.raw_output_contents.append(b"".join(vector.tobytes() for vector in vectors))
     return made

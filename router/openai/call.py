@@ -47,7 +47,8 @@ class HttpCall:
     def __init__(self, scope: Mapping[str, Any], receive: Receive, send: Send) -> None:
         self._receive = receive
         self._send = send
-        self._metadata = _with_bearer(tuple(_decoded(scope["headers"])))
+        headers = ((key.decode("latin-1").lower(), value.decode("latin-1")) for key, value in scope["headers"])
+        self._metadata = _with_bearer(tuple(headers))
         self._query: bytes = scope.get("query_string", b"")
         self._host = str((scope.get("client") or ("",))[0])
         self._has_left = self._has_ended = False
@@ -186,10 +187,6 @@ class HttpCall:
         """Sends a whole response of JSON."""
         await self.begin(status, [JSON, (b"content-length", str(len(body)).encode()), *headers])
         await self.end(body)
-
-
-def _decoded(headers: Iterable[tuple[bytes, bytes]]) -> Iterable[tuple[str, str]]:
-    return ((key.decode("latin-1").lower(), value.decode("latin-1")) for key, value in headers)
 
 
 def _with_bearer(headers: tuple[tuple[str, str], ...]) -> tuple[tuple[str, str], ...]:

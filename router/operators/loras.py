@@ -1,7 +1,7 @@
 """Operations on adapters (LoRA): listed, loaded and unloaded on all workers of a model at once."""
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +17,7 @@ from router.workers.handle import WorkerHandle
 _DEFAULT_SECONDS = 60.0  # for callers that set no deadline
 _LIST_SECONDS = 10.0
 # A call of one worker, with its timeout; the answer has an `inventory`.
-_Call = Callable[[WorkerHandle, float], Awaitable[Any]]
+_Call = Callable[[WorkerHandle, float], Any]
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,27 +46,23 @@ class LoraOperations:
         """The adapters of each worker. Raises ModelNotFound, InvalidRequest, NoWorker and Unsupported."""
         return await self._call_each(
             self._workers(model),
-            lambda worker, timeout: unary(worker.control.ListLoras(worker_pb2.ListLorasRequest(), timeout=timeout)),
+            lambda worker, limit: worker.control.ListLoras(worker_pb2.ListLorasRequest(), timeout=limit),
             min(_LIST_SECONDS, seconds or _LIST_SECONDS),
         )
 
     async def load(self, change: LoraChange, seconds: float | None) -> list[lora_pb2.WorkerLoras]:
         """Loads an adapter. If no worker could, raises the error of one."""
         request = worker_pb2.LoadLoraRequest(name=change.name)
-        return await self._call_each(
-            self._workers(change.model, change.worker_ids),
-            lambda worker, timeout: unary(worker.control.LoadLora(request, timeout=timeout)),
-            seconds or _DEFAULT_SECONDS,
-        )
+        return await self._change(change, lambda one, limit: one.control.LoadLora(request, timeout=limit), seconds)
 
     async def unload(self, change: LoraChange, seconds: float | None) -> list[lora_pb2.WorkerLoras]:
         """Unloads an adapter, and waits for the requests that use it. If no worker could, raises the error of one."""
         request = worker_pb2.UnloadLoraRequest(name=change.name)
-        return await self._call_each(
-            self._workers(change.model, change.worker_ids),
-            lambda worker, timeout: unary(worker.control.UnloadLora(request, timeout=timeout)),
-            seconds or _DEFAULT_SECONDS,
-        )
+        return await self._change(change, lambda one, limit: one.control.UnloadLora(request, timeout=limit), seconds)
+
+    async def _change(self, change: LoraChange, call: _Call, seconds: float | None) -> list[lora_pb2.WorkerLoras]:
+        workers = self._workers(change.model, change.worker_ids)
+        return await self._call_each(workers, call, seconds or _DEFAULT_SECONDS)
 
     def _workers(self, model: str, worker_ids: Sequence[str] = ()) -> list[WorkerHandle]:
         name = self._cluster.model(model).name
@@ -97,7 +93,7 @@ class LoraOperations:
     async def _call(self, worker: WorkerHandle, call: _Call, seconds: float) -> lora_pb2.LoraInventory | BatonError:
         try:
             with worker.keep_open():
-                answer = await call(worker, seconds)
+                answer = await unary(call(worker, seconds))
             worker.set_loras(KnownLoras.of(answer.inventory))
         except BatonError as error:
             error.worker_id = error.worker_id or worker.record.worker_id

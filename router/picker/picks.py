@@ -120,14 +120,6 @@ def _json(kind: Any) -> _Read:
     return requested
 
 
-def _stream(body: bytes) -> generate_pb2.GenerateRequest:
-    return generate_pb2.GenerateRequest.FromString(_message(body))
-
-
-def _unary(body: bytes) -> generate_pb2.GenerateRequest:
-    return generate_pb2.GenerateUnaryRequest.FromString(_message(body)).request
-
-
 def _message(body: bytes) -> bytes:
     """The only message of a gRPC call. Raises InvalidRequest."""
     if len(body) < _FRAME.size:
@@ -144,8 +136,8 @@ _READERS: Mapping[str, _Read] = {
     "/v1/chat/completions": _json(ChatCompletionRequest),
     "/v1/completions": _json(CompletionRequest),
     "/v1/responses": _json(ResponsesRequest),
-    f"/{_SERVICE}/Generate": _stream,
-    f"/{_SERVICE}/GenerateUnary": _unary,
+    f"/{_SERVICE}/Generate": lambda body: generate_pb2.GenerateRequest.FromString(_message(body)),
+    f"/{_SERVICE}/GenerateUnary": lambda body: generate_pb2.GenerateUnaryRequest.FromString(_message(body)).request,
 }
 
 

@@ -17,8 +17,8 @@ from router.routing.policy import Candidates, Placement, Policy, PredictingPolic
 from router.routing.prefix.prompt_blocks import PromptHasher
 from router.routing.scoring import prefer_loaded
 from router.workers.cluster import Cluster
+from router.workers.destinations import can_hand_over_early
 from router.workers.handle import WorkerHandle
-from router.workers.prefetches import can_hand_over_early
 
 
 class Placer:

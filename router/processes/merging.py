@@ -63,7 +63,11 @@ class MergedMetrics:
                 _add(totals, each)
             metric.samples = [Sample(name, dict(labels), value) for (name, labels), value in totals.items()]
         elif family.type == "gauge":
-            metric.samples = [sample for process, each in found for sample in _of(process, each)]
+            metric.samples = [
+                Sample(name, {**labels, _PROCESS: process}, value)
+                for process, each in found
+                for name, labels, value in each.samples
+            ]
         else:
             # Facts about the release, which are the same everywhere.
             metric.samples = [Sample(*sample) for _, each in found[:1] for sample in each.samples]
@@ -77,7 +81,3 @@ def _add(totals: _Totals, family: Family) -> None:
     for name, labels, value in family.samples:
         key = (name, tuple(labels.items()))
         totals[key] = totals.get(key, 0.0) + value
-
-
-def _of(process: str, family: Family) -> Iterable[Sample]:
-    return (Sample(name, {**labels, _PROCESS: process}, value) for name, labels, value in family.samples)

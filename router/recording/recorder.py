@@ -4,20 +4,22 @@ The records of a request are found at all routers of the fleet.
 """
 
 import asyncio
+import os
 import random
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 import structlog
 
+from baton import records
 from baton.connection.credentials import RECORD_KEY
 from baton.engine.v1 import peer_pb2
-from baton.errors import BatonError, InvalidRequest, RequestNotFound, Unavailable, Unsupported
+from baton.errors import BatonError, ConfigError, InvalidRequest, RequestNotFound, Unavailable, Unsupported
 from baton.inference.v1 import record_pb2
 from router.config import RecordsConfig
 from router.context import RequestContext
 from router.peers.link import PeerLink
-from router.recording.folder import RecordFolder
 from router.recording.notes import AnswerNotes
 from router.recording.record import Ended, RecordMaker
 from router.recording.table import RecordTable, latest
@@ -29,6 +31,9 @@ from rpc.status import outcome_of
 from runtime.aio import timeout
 from runtime.clock import wall_time_ns
 
+_PATTERN = "record-*"
+_LEAST_BYTES = 4096  # of a file, as disks have them: it bounds their number, too
+_PARTS = 16
 log = structlog.get_logger(__name__)
 
 _MOST_WAITING = 256  # requests that have ended, and whose records are not made yet
@@ -41,6 +46,51 @@ _CAUSES = {
     record_pb2.RECORD_CAUSE_SAMPLED: "sampled",
     record_pb2.RECORD_CAUSE_ASKED: "asked",
 }
+
+
+class RecordFolder:
+    """A folder of records, of one router or several. Its files can be read by its owner alone."""
+
+    def __init__(self, path: Path, max_bytes: int) -> None:
+        """Raises ConfigError if nothing can be written there."""
+        self._path = path
+        self._max_bytes = max_bytes
+        self._room = 0  # what may be written until the files are listed again
+        try:
+            path.mkdir(mode=0o700, parents=True, exist_ok=True)
+        except OSError as error:
+            raise ConfigError(f"records.folder: {path}: {error.strerror}") from error
+        if not os.access(path, os.W_OK | os.X_OK):
+            raise ConfigError(f"records.folder: {path}: cannot be written")
+
+    def write(self, record: record_pb2.RequestRecord) -> None:
+        """Writes a record, and removes the oldest ones beyond the bound. Raises OSError."""
+        # By the router's own id of the record: a client's id of the request is no name of a file.
+        path = self._path / f"record-{record.arrived.ToNanoseconds():020d}-{record.record_id}.json"
+        partial = path.with_suffix(".partial")
+        bundle = records.write_bundle([record])
+        self._make_room(max(len(bundle), _LEAST_BYTES))
+        try:
+            with open(os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
+                file.write(bundle)
+            partial.replace(path)
+        except OSError:
+            partial.unlink(missing_ok=True)
+            raise
+
+    def _make_room(self, size: int) -> None:
+        """Removes the oldest files once a part of the bound has been written: to list them takes long."""
+        self._room -= size
+        if self._room >= 0:
+            return
+        part = self._max_bytes // _PARTS
+        # By their names, which begin with the time. A process that has ended may have left partial ones.
+        for file in sorted(self._path.glob(_PATTERN), reverse=True):
+            with suppress(FileNotFoundError):  # another router has removed it
+                size += max(file.stat().st_size, _LEAST_BYTES)
+                if size > self._max_bytes - part:
+                    file.unlink()
+        self._room = part
 
 
 class Recorder:

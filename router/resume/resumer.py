@@ -26,12 +26,11 @@ from router.resume.attaching import Adopted, Answer, Attacher, Lost, ResumeReque
 from router.resume.execution import ResumedExecution
 from router.resume.handle import Handle, keep_seconds
 from router.resume.replay import ReplayedCompletion
-from router.stream.reply import end_reply
 from router.stream.writer import StreamWriter
 from router.telemetry import metrics
 from router.telemetry.spans import set_adopted_attributes
 from router.telemetry.stats import RequestStats
-from router.telemetry.timings import Timings
+from router.telemetry.timings import Timings, end_reply
 from router.text.served_model import ServedModel
 from router.workers.cancellation import Cancellation
 from rpc.auth.caller import current_caller

@@ -1,14 +1,39 @@
-"""The unsent part of an answer, and the message that it becomes: any tokens, with all that comes with them."""
+"""The unsent part of an answer, the message that it becomes, with all that comes with its tokens, and their pace."""
 
 import asyncio
 from collections.abc import Callable
+from dataclasses import dataclass
 
 from baton.inference.v1 import generate_pb2, sampling_pb2
-from router.stream.reply import Pace
 from router.text.completion import TokenDelta
 
 # Fills the last message, just before it is sent, since it includes the time that the others took.
 FillFinished = Callable[[generate_pb2.Finished], None]
+
+_DEFAULT_DELAY_SECONDS = 0.2  # of tokens that wait for others
+
+
+@dataclass(frozen=True, slots=True)
+class Pace:
+    """The pace of messages: the first token is sent at once, later ones `min_tokens` together.
+
+    Fewer are sent when `max_delay_seconds` have passed since the first of them, and at the end.
+    """
+
+    min_tokens: int = 1
+    max_delay_seconds: float = 0.0
+
+    @classmethod
+    def of(cls, response: generate_pb2.ResponseOptions) -> "Pace":
+        """The pace that a request asks for."""
+        if response.min_tokens_per_message <= 1:
+            return AT_ONCE
+        delay = response.max_delay
+        seconds = delay.seconds + delay.nanos / 1e9 if response.HasField("max_delay") else _DEFAULT_DELAY_SECONDS
+        return cls(response.min_tokens_per_message, seconds)
+
+
+AT_ONCE = Pace()
 
 
 class UnsentAnswer:

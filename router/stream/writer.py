@@ -10,9 +10,8 @@ from baton.errors import SlowReader
 from baton.inference.v1 import generate_pb2
 from baton_http2.server.reply import Reply
 from router.routing.latency import Clock
-from router.stream.general import FillFinished, UnsentAnswer
+from router.stream.general import AT_ONCE, FillFinished, Pace, UnsentAnswer
 from router.stream.lane import ClientLane
-from router.stream.reply import AT_ONCE, Pace
 from router.text.completion import TokenDelta
 from runtime.aio import ended_with, forget_cancellation
 from runtime.clock import monotonic

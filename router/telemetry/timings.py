@@ -1,12 +1,20 @@
-"""A request's time by its parts: the router's stages, the stages that workers report, and the unattributed rest."""
+"""A request's time by its parts: the router's stages, the stages that workers report, and the unattributed rest.
+
+At its end they go out as trailing metadata.
+"""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from baton.connection.credentials import TIMINGS_KEY
 from baton.inference.v1 import timing_pb2
+from baton_http2.server.reply import Reply
 from router.telemetry.stages import CallTiming, StageTiming, name_of, timings_message
 from rpc.tracing.span import NO_SPAN, Span, stage_span
 from runtime.clock import perf_counter, perf_counter_ns
+
+# HTTP/2 peers drop trailers over 8 KiB, and a status may have 7 of them (rpc/status.py). In base64 this is under one.
+_MAX_TRAILER_BYTES = 640
 
 
 class Timings:
@@ -233,3 +241,23 @@ class _Text:
 
 def _ns(seconds: float) -> int:
     return round(seconds * 1e9)
+
+
+def end_reply(reply: Reply, timings: Timings) -> None:
+    """Puts the timings into the trailing metadata, at the end of the request, also if it fails."""
+    trailer = timings.message().SerializeToString()
+    if len(trailer) > _MAX_TRAILER_BYTES:
+        trailer = timings_trailer(timings.close())
+    reply.set_trailing_metadata(((TIMINGS_KEY, trailer),))
+
+
+def timings_trailer(stages: tuple[StageTiming, ...]) -> bytes:
+    """A serialized Timings of bounded size. The shortest stages are added to the last one, the unattributed."""
+    kept = list(stages)
+    message = timings_message(kept)
+    while message.ByteSize() > _MAX_TRAILER_BYTES:
+        least = min(kept[:-1], key=lambda stage: stage.nanoseconds)
+        kept.remove(least)
+        kept[-1] = kept[-1].plus(least.nanoseconds, least.before_first_token)
+        message = timings_message(kept)
+    return message.SerializeToString()

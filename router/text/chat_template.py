@@ -243,13 +243,11 @@ class ChatTemplate:
         if isinstance(content, str):
             return content if self._takes_texts else [{"type": "text", "text": content}]
         if self._takes_lists:
-            return [_part(part) for part in content]
+            return [
+                {"type": "image"} if isinstance(part, ImagePart) else {"type": "text", "text": part} for part in content
+            ]
         return "".join(f"{self._placeholder}\n" if isinstance(part, ImagePart) else part for part in content)
 
 
 def _refused(error: Exception) -> InvalidRequest:
     return InvalidRequest.of("chat.messages", f"the chat template refuses it: {error}")
-
-
-def _part(part: str | ImagePart) -> dict[str, str]:
-    return {"type": "image"} if isinstance(part, ImagePart) else {"type": "text", "text": part}

@@ -5,8 +5,7 @@ members.py       Members: watches each registered worker until it leaves; its mo
 handle.py        WorkerHandle: one worker's stubs, health and load; its calls share a stream if it offers that
 calls.py         WorkerCalls: the Prefill, Decode and Release calls of one request
 role_calls.py    a call of a role to one worker after another, until one has answered
-destinations.py  Destination: what a decode worker allocates early; where it may borrow a prompt's beginning
-prefetches.py    Prefetch: a decode worker reads KV while its prompt is computed
+destinations.py  Destination, Prefetch: what a decode worker allocates and reads early; where it may borrow
 serialized_prompt.py  the bytes of a long prompt, of which requests are put together
 replies.py       checks what workers answer, and suspends those that answer wrong
 cancellation.py  stops a request on all its workers, and here

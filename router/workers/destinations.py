@@ -1,26 +1,29 @@
 """A decode worker's allocation from before the prompt is computed, as the router that asked for it holds it.
 
-Loans of prefixes between workers, as a request's calls ask for them and tell of them.
+Early reads of KV, and loans of prefixes between workers, as a request's calls ask for them and tell of them.
 """
 
 import asyncio
-from collections.abc import Coroutine
+from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any, TypeVar
+
+import structlog
 
 from baton.engine.v1 import handoff_pb2
 from baton.errors import BatonError, HandoffLost, Unavailable
-from discovery.record import ALLOCATES_FIRST
+from discovery.record import ALLOCATES_FIRST, EARLY_HANDOFF
 from engine_protocol.leases import SHORTEST_SECONDS, RemoteLease, renew
 from router.routing.policy import Placement, Progress
 from router.workers.handle import WorkerHandle
 from rpc.channels import best_effort
-from runtime.aio import run_with_background
+from runtime.aio import run_with_background, wait_until_done
 
 Result = TypeVar("Result")
 
 _RETRY_SECONDS = 0.2
 # How long a prompt may be computed for a decode worker that is gone.
 _LONGEST_DELAY_SECONDS = 1.0
+log = structlog.get_logger(__name__)
 
 
 class DestinationLost(Exception):
@@ -114,3 +117,39 @@ def report_loan(progress: Progress, usage: handoff_pb2.PromptUsage) -> None:
         progress.borrowed(tokens, max(0.0, usage.peer_seconds.seconds + usage.peer_seconds.nanos / 1e9))
     if usage.peer_has_none:
         progress.peer_has_none()
+
+
+class Prefetch:
+    """A running Prefetch call. Its failure fails nothing: the decode worker then reads all KV by the handoff."""
+
+    def __init__(self, call: Callable[[], Awaitable[None]], call_id: str) -> None:
+        """`call` is made by a task, which may be cancelled before it has begun."""
+        self._task = asyncio.ensure_future(_quietly(call, call_id))
+
+    def cancel(self) -> None:
+        """Begins to free what no decode has taken."""
+        self._task.cancel()
+
+    async def end(self) -> None:
+        """Frees what no decode has taken, even during a cancellation."""
+        self.cancel()
+        await wait_until_done(self._task)
+
+
+async def _quietly(call: Callable[[], Awaitable[None]], call_id: str) -> None:
+    try:
+        await call()
+    except BatonError as error:
+        log.info("no early handoff", call_id=call_id, worker_id=error.worker_id, error=error.message)
+
+
+def can_hand_over_early(placement: Placement[WorkerHandle]) -> bool:
+    """True if the decode worker can read a prompt's first blocks while the prefill worker computes the others."""
+    both = (placement.prefill, placement.decode)
+    return placement.prefill is not placement.decode and all(
+        worker is not None
+        and EARLY_HANDOFF in worker.record.capabilities
+        # A rank is chosen with each call, so that one call does not know the other's.
+        and worker.record.data_parallel_ranks <= 1
+        for worker in both
+    )

@@ -111,14 +111,10 @@ def model_message(
         image_generation=drawing,
     )
     for role in roles():
-        made.workers[role] = count = _count(ready, role)
+        made.workers[role] = count = sum(role in worker.record.roles for worker in ready)
         if (field := f"{role}_workers") in model_pb2.Model.DESCRIPTOR.fields_by_name:
             setattr(made, field, count)
     return made
-
-
-def _count(workers: list[WorkerHandle], role: str) -> int:
-    return sum(role in worker.record.roles for worker in workers)
 
 
 def _settings(workers: Sequence[WorkerHandle]) -> Mapping[str, str]:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from google.protobuf.message import Message
 
 from baton.engine.v1 import prompt_pb2
+from router.text.token_messages import varint
 from runtime.threads import in_pieces
 
 
@@ -31,13 +32,5 @@ class SerializedPrompt:
     def within(self, request: Message, field: str) -> bytes:
         """The bytes of a request that has this prompt in a field of its own."""
         number = request.DESCRIPTOR.fields_by_name[field].number
-        head = _varint(number << 3 | 2), _varint(len(self.content))
+        head = varint(number << 3 | 2), varint(len(self.content))
         return b"".join((request.SerializeToString(), *head, self.content))
-
-
-def _varint(number: int) -> bytes:
-    found = bytearray()
-    while number > 127:
-        found.append(number & 127 | 128)
-        number >>= 7
-    return bytes((*found, number))

@@ -95,7 +95,7 @@ class TlsConfig(BaseModel):
         pair = self._own()
         if pair is None:
             raise ConfigError("tls: a server needs cert and key")
-        ca = self._authority()
+        ca = None if self.ca is None else read_pem("tls.ca", self.ca)
         return grpc.ssl_server_credentials([pair], root_certificates=ca, require_client_auth=ca is not None)
 
     def channel_credentials(self) -> grpc.ChannelCredentials:
@@ -136,9 +136,6 @@ class TlsConfig(BaseModel):
         if self.cert is None or self.key is None:
             return None
         return _KeyPair(read_pem("tls.key", self.key), read_pem("tls.cert", self.cert))
-
-    def _authority(self) -> bytes | None:
-        return None if self.ca is None else read_pem("tls.ca", self.ca)
 
 
 class TlsSection(BaseModel):

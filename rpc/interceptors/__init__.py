@@ -2,7 +2,7 @@
 
 | module | subject |
 |---|---|
-| wrap | the one gRPC interceptor: applies the wrappers below to each method |
+| wrap | the one gRPC interceptor: applies the wrappers below to each method; `reply()` for grpc.aio's contexts |
 | reading | parses requests within limits, large ones in a thread; gzip |
 | counting | counts a message's fields before it is parsed |
 | wire | finds the field at fault in bytes that do not parse |

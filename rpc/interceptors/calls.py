@@ -13,7 +13,7 @@ from grpc import aio
 
 from baton.errors import Unsupported
 from baton_http2.server import methods
-from baton_http2.server.arrival import note_read, read_at
+from baton_http2.server.calls import note_read, read_at
 from baton_http2.server.methods import Behaviour, Context
 from rpc.auth.access import Access, require
 from rpc.auth.caller import set_caller

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Protocol
 
 from pydantic import Field
@@ -40,8 +41,12 @@ class EngineConfig(Section):
 
 
 class ExternalEngineConfig(EngineConfig):
-    """The keys that the engines of other packages have in common."""
+    """The keys that the engines of other packages have in common; a subclass has the typed section `args`."""
 
+    model: Path = Field(description="A folder in Hugging Face's checkpoint layout. Nothing is ever downloaded.")
+    name: str = Field(default="", description="The name under which it is served; the folder's name if empty.")
+    extra_engine_args: Path | None = Field(default=None, description="A YAML file, such as in deploy/engine_configs.")
+    override_engine_args: str = Field(default="", description="A JSON object.")
     max_waiting: int = Field(default=256, ge=1, description="Requests that may wait beyond a full batch.")
     slow_reader_seconds: float = Field(
         default=30.0, gt=0, description="An answer that is not read for this long is aborted."

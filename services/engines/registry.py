@@ -13,10 +13,11 @@ from services.engines.base import Encoder, Engine, TextEmbedder
 from services.engines.context import EngineConfig, EngineContext, RankProgress
 from services.engines.diffusers.config import DiffusionConfig
 from services.engines.diffusion import Diffuser
+from services.engines.external.argument_places import resolve
 from services.engines.pytorch.config import PyTorchConfig
 from services.engines.sglang.config import SglangConfig
 from services.engines.simulated.config import SimulatedConfig
-from services.engines.trtllm.config import TrtllmConfig
+from services.engines.trtllm.config import EXPERIMENTAL, TrtllmConfig
 from services.engines.vllm.config import VllmConfig
 
 ENTRY_POINTS = "baton.engines"
@@ -208,13 +209,11 @@ def _open_trtllm_encoder(config: TrtllmConfig, context: EngineContext) -> Abstra
 
 
 def _describe_trtllm(config: TrtllmConfig) -> list[str]:
-    from services.engines.trtllm.config import EXPERIMENTAL
-    from services.engines.trtllm.resolved_args import resolve
+    return [f"trtllm experimental = true  # {EXPERIMENTAL}", *_describe_arguments(config)]
 
-    return [
-        f"trtllm experimental = true  # {EXPERIMENTAL}",
-        *(f"trtllm {line}" for line in resolve(config).describe()),
-    ]
+
+def _describe_arguments(config: SglangConfig | TrtllmConfig | VllmConfig) -> list[str]:
+    return [f"{config.kind} {line}" for line in resolve(config).describe()]
 
 
 def _open_vllm(config: VllmConfig, context: EngineContext) -> AbstractAsyncContextManager[Engine]:
@@ -223,22 +222,10 @@ def _open_vllm(config: VllmConfig, context: EngineContext) -> AbstractAsyncConte
     return open_vllm(config, context)
 
 
-def _describe_vllm(config: VllmConfig) -> list[str]:
-    from services.engines.vllm.factory import resolve
-
-    return [f"vllm {line}" for line in resolve(config).describe()]
-
-
 def _open_sglang(config: SglangConfig, context: EngineContext) -> AbstractAsyncContextManager[Engine]:
     from services.engines.sglang.factory import open_sglang
 
     return open_sglang(config, context)
-
-
-def _describe_sglang(config: SglangConfig) -> list[str]:
-    from services.engines.sglang.factory import resolve
-
-    return [f"sglang {line}" for line in resolve(config).describe()]
 
 
 ENGINES: dict[str, EngineKind] = {
@@ -250,7 +237,7 @@ ENGINES: dict[str, EngineKind] = {
         follow=_follow_pytorch,
     ),
     "diffusers": EngineKind(DiffusionConfig, _open_diffusers, {"diffuser": _open_diffuser}),
-    "sglang": EngineKind(SglangConfig, _open_sglang, describe=_describe_sglang),
+    "sglang": EngineKind(SglangConfig, _open_sglang, describe=_describe_arguments),
     "simulated": EngineKind(
         SimulatedConfig,
         _open_simulated,
@@ -261,5 +248,5 @@ ENGINES: dict[str, EngineKind] = {
         },
     ),
     "trtllm": EngineKind(TrtllmConfig, _open_trtllm, {"encoder": _open_trtllm_encoder}, describe=_describe_trtllm),
-    "vllm": EngineKind(VllmConfig, _open_vllm, describe=_describe_vllm),
+    "vllm": EngineKind(VllmConfig, _open_vllm, describe=_describe_arguments),
 }

@@ -7,8 +7,7 @@ process.py       both ends of it: a process and the conversation with it, and on
 conversation.py  what the worker asks to be kept, and its signs of life
 fork_server.py   a process that has imported its code already, from which the next ones are forked
 silence.py       how long it has given none although it could
-successor.py     what a process that is to follow another may do with kept memory before
-memory.py        the file descriptors that are kept, by name, and the fingerprints of what they hold
+memory.py        the file descriptors that are kept, by name; what a process that is to follow another may do with them
 messages.py      the messages between the two
 client.py        the worker's side
 

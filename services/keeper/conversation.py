@@ -5,10 +5,9 @@ from collections.abc import Sequence
 from contextlib import suppress
 
 from runtime.clock import monotonic
-from services.keeper.memory import KeptDescriptors
+from services.keeper.memory import KeptDescriptors, SuccessorsMemory
 from services.keeper.messages import Answer, KeeperLost, Packet, Request, receive, send
 from services.keeper.silence import Silence
-from services.keeper.successor import SuccessorsMemory
 
 # A worker that does not even say how long its start may take.
 _SILENT_SECONDS = 300.0

@@ -7,9 +7,8 @@ from collections.abc import Callable, Collection
 from runtime.clock import monotonic
 from services.keeper.child import Child, Ending
 from services.keeper.conversation import Conversation
-from services.keeper.memory import KeptDescriptors
+from services.keeper.memory import KeptDescriptors, SuccessorsMemory
 from services.keeper.messages import Answer, pair
-from services.keeper.successor import SuccessorsMemory
 
 Start = Callable[[socket.socket], int]
 """Starts a process with this end of its conversation, and returns its id. Raises OSError."""

@@ -3,12 +3,13 @@
 from collections.abc import Sequence
 from functools import partial
 from itertools import chain
+from typing import TypeAlias
 
 from baton.engine.v1 import decode_pb2, handoff_pb2, prefill_pb2, prompt_pb2
 from baton.errors import InvalidRequest, Unsupported
 from baton.inference.v1 import generate_pb2, sampling_pb2
 from baton.sampling_options import given
-from engine_protocol.sampling_rules import check_params
+from engine_protocol.request_rules import check_params
 from grammars.guide import read_guide
 from rpc.violations import Violations
 from runtime.threads import in_pieces, of_many
@@ -18,6 +19,13 @@ from services.engines.prompt import Prompt, Retain, Retained, Sampling, Session
 from services.requests.loras import read_lora
 from services.telemetry.timings import duration
 
+PromptRequest: TypeAlias = (
+    prefill_pb2.PrefillRequest
+    | decode_pb2.DecodeRequest
+    | decode_pb2.AllocateRequest
+    | decode_pb2.PrefetchRequest
+    | decode_pb2.WarmRequest
+)
 # The requests for a prompt with a part of its answer.
 _CONTINUES = (decode_pb2.DecodeRequest, decode_pb2.WarmRequest)
 
@@ -28,14 +36,7 @@ FINISH_REASONS = {
 }
 
 
-async def read_prompt(
-    request: prefill_pb2.PrefillRequest
-    | decode_pb2.DecodeRequest
-    | decode_pb2.AllocateRequest
-    | decode_pb2.PrefetchRequest
-    | decode_pb2.WarmRequest,
-    facts: ModelFacts,
-) -> Prompt:
+async def read_prompt(request: PromptRequest, facts: ModelFacts) -> Prompt:
     """Returns the prompt without its media. Raises InvalidRequest if it has no tokens, or too many for the context."""
     message = request.prompt
     if not message.token_ids:

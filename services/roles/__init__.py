@@ -3,7 +3,6 @@
 * `encode.py`: media become embeddings.
 * `prefill.py`: a prompt's KV, held under a lease.
 * `decode.py`: an answer, from held KV or from its prompt.
-* `decode_work.py`: the work of a decode, as its request describes it.
 * `embed.py`: texts become vectors.
 * `diffuse.py`: pictures and clips.
 """

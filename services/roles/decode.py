@@ -7,6 +7,7 @@ from functools import partial
 from typing import Any
 
 from baton.engine.v1 import decode_pb2, decode_pb2_grpc
+from baton.errors import InvalidRequest
 from baton.inference.v1 import timing_pb2
 from engine_protocol.lane import SendTokens, TokenReply
 from rpc.auth.caller import certificate
@@ -17,32 +18,74 @@ from runtime.clock import perf_counter
 from services.engines.answer import Finished, FinishReason, Tokens
 from services.engines.base import Engine
 from services.engines.journal.journal import RecoveredDecode
-from services.engines.kv import PulledKv
+from services.engines.journal.slots import Slot
+from services.engines.kv import PulledKv, Reservation
 from services.engines.prompt import Prompt, Sampling
 from services.engines.running.generation import Generation
 from services.handoff import spans as traces
+from services.handoff.borrowing import PrefixSource, read_source
 from services.handoff.destinations import Allocator
 from services.handoff.fetcher import Fetcher
 from services.handoff.prefetch import Followed, read_followed
 from services.handoff.pull import Puller
-from services.handoff.remote_handoff import read_handoff
+from services.handoff.remote_handoff import Handoff, read_handoff
 from services.handoff.service import release_if_undelivered
 from services.moving.running import RunningDecode
 from services.moving.warming import Warmer
+from services.multimodal.media_resolver import MediaResolver
+from services.multimodal.media_spans import read_spans
 from services.parts import WorkerParts
 from services.requests.calls import RunningCall
 from services.requests.decoded import Accepted, Yielded, response, tokens_response
 from services.requests.fault_injection import NO_FAULTS, Faults, Metadata
 from services.requests.loras import require_lora, using_lora
-from services.requests.prompts import check_limits, read_sampling
+from services.requests.prompts import PromptRequest, check_limits, read_prompt, read_sampling
 from services.resume.attaching import attached, require_later
 from services.resume.stream import KeptStream
-from services.resume.takeover import LeftStream, release
-from services.roles.decode_work import DecodeWork, RequestReader
+from services.resume.takeover import LeftStream, no_slot, release
 from services.telemetry import metrics
-from services.telemetry.timings import DecodeClock
+from services.telemetry.timings import CallClock, DecodeClock
 
 SERVICE_NAME = decode_pb2.DESCRIPTOR.services_by_name["DecodeService"].full_name
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeWork:
+    """A request to decode. Without a handoff its prompt is computed here."""
+
+    request_id: str
+    prompt: Prompt
+    sampling: Sampling
+    handoff: Handoff | None
+    destination_id: str = ""  # blocks that were allocated for it before; empty without them
+    source: PrefixSource | None = None  # another worker that may have the beginning of the prompt
+    reservation: Reservation | None = None  # what the worker's last process has computed of it
+    open_slot: Callable[[], Slot | None] = no_slot  # in the journal, before it begins
+
+
+@dataclass(frozen=True, slots=True)
+class RequestReader:
+    """Reads requests of DecodeService. Its methods raise InvalidRequest with the field that is wrong."""
+
+    media: MediaResolver
+
+    async def prompt(self, request: PromptRequest) -> Prompt:
+        """The prompt with the embeddings that the request contains."""
+        given = await read_prompt(request, self.media.facts)
+        return self.media.with_inline_embeddings(given, read_spans(request.prompt))
+
+    async def work(self, request: decode_pb2.DecodeRequest, clock: CallClock) -> DecodeWork:
+        """The work of a decode, with all embeddings if its prompt is computed here; `clock` gets their time."""
+        sampling = read_sampling(request.sampling)
+        if request.HasField("handoff"):
+            prompt = await self.prompt(request)
+            handoff = read_handoff(request.handoff)
+            return DecodeWork(request.request_id, prompt, sampling, handoff, request.destination_id)
+        if request.destination_id:
+            raise InvalidRequest.of("destination_id", "comes without a handoff")
+        given = await read_prompt(request, self.media.facts)
+        prompt = await self.media.with_embeddings(given, read_spans(request.prompt), clock)
+        return DecodeWork(request.request_id, prompt, sampling, handoff=None, source=read_source(request))
 
 
 class DecodeServicer(decode_pb2_grpc.DecodeServiceServicer):

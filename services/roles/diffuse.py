@@ -9,7 +9,7 @@ from typing import Any
 from baton.engine.v1 import diffuse_pb2, diffuse_pb2_grpc
 from baton.errors import DeadlineUnreachable
 from baton.inference.v1 import image_pb2, model_pb2, video_pb2
-from engine_protocol.drawing_rules import check_clip, check_options
+from engine_protocol.request_rules import check_clip, check_options
 from rpc.interceptors.calls import arrived_at
 from rpc.metadata import remaining_seconds
 from rpc.server import Service

@@ -8,8 +8,7 @@ import pytest
 
 from baton import Tls
 from baton.errors import ConfigError, InvalidRequest
-from baton.files import read_file
-from baton.images import media_item
+from baton.files import media_item, read_file
 from cli.arguments import parse
 from cli.connection import find_credentials
 from cli.request import build

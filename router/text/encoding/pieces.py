@@ -130,7 +130,7 @@ class WordIds:
         self._split = split
         self._spare_tokens = spare_tokens
         self._known: BoundedCache[str, tuple[int, ...]] = BoundedCache(
-            _MOST_WORD_BYTES, _word_size, lambda: _Words(self)
+            _MOST_WORD_BYTES, lambda word, ids: _WORD_OVERHEAD + len(word) + _ID_BYTES * len(ids), lambda: _Words(self)
         )
         self._skipped, self._to_skip = 0, 0
 
@@ -213,10 +213,6 @@ def _byte_ids(tokenizer: Tokenizer) -> list[int] | None:
     vocabulary: dict[str, int] = model["vocab"]
     ids = [vocabulary.get(character) for character in BYTE_CHARACTERS.values()]
     return None if None in ids else [one for one in ids if one is not None]
-
-
-def _word_size(word: str, ids: tuple[int, ...]) -> int:
-    return _WORD_OVERHEAD + len(word) + _ID_BYTES * len(ids)
 
 
 class AddedTokens:

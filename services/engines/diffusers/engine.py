@@ -13,17 +13,15 @@ from baton.errors import InvalidRequest, Overloaded
 from runtime.clock import monotonic
 from services.engines.base import ModelFacts
 from services.engines.diffusers.config import DiffusionConfig
-from services.engines.diffusers.files import HAS_MP4
 from services.engines.diffusers.leader import open_group
-from services.engines.diffusers.pipeline import Pipeline, fingerprint
+from services.engines.diffusers.pipeline import HAS_MP4, Pipeline, fingerprint
 from services.engines.diffusers.ranks import REFUSALS
 from services.engines.diffusion import Clip, Drawing, Picture, Step
 from services.engines.kv import embedding_layout
 from services.engines.pytorch.batch_loop import BatchJob, BatchLoop
-from services.engines.pytorch.failures import is_out_of_memory
+from services.engines.pytorch.failures import StallDetector, is_out_of_memory
 from services.engines.pytorch.model.loading import device_named
 from services.engines.pytorch.part import PyTorchPart
-from services.engines.pytorch.stall_detector import StallDetector
 from services.engines.rules import ClipRules, DrawingRules
 
 _RETRY_SECONDS = 1.0

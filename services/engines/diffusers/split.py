@@ -88,15 +88,11 @@ def _check(name: str, module: Any, size: int) -> None:
             case torch.nn.ModuleList() if child in _ROWS:
                 is_split = isinstance(part[0], torch.nn.Linear)
             case _ if child in _NORMS:
-                is_split = _is_of_one_head(part, width // module.heads) or _is_over_heads(part, width)
+                is_split = _width(part) == width // module.heads or _is_over_heads(part, width)
             case _:
                 is_split = child in _OF_THE_INPUT
         if not is_split:
             raise ConfigError(f"{FIELD}: {name}.{child} cannot be split: {type(part).__name__}")
-
-
-def _is_of_one_head(norm: Any, head_width: int) -> bool:
-    return _width(norm) == head_width
 
 
 def _is_over_heads(norm: Any, width: int) -> bool:

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 import yaml
 from pydantic import ValidationError
@@ -22,6 +22,7 @@ _GUARD = "guard"
 _DEFAULT = "default"
 
 Arguments = TypeVar("Arguments", bound=Section)
+Arguments_co = TypeVar("Arguments_co", bound=Section, covariant=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +65,22 @@ def read_places(args: Section, extra: Path | None, override: str) -> list[Argume
     if override:
         places.append(ArgumentPlace(_OVERRIDE, _read_json(override)))
     return places
+
+
+class HasArguments(Protocol[Arguments_co]):
+    """A configuration with the three places of an engine's arguments (ExternalEngineConfig)."""
+
+    @property
+    def args(self) -> Arguments_co: ...
+    @property
+    def extra_engine_args(self) -> Path | None: ...
+    @property
+    def override_engine_args(self) -> str: ...
+
+
+def resolve(config: HasArguments[Arguments]) -> MergedArguments[Arguments]:
+    """Merges the three places. Raises ConfigError with the place and the key of every error."""
+    return merge(type(config.args), read_places(config.args, config.extra_engine_args, config.override_engine_args))
 
 
 def merge(kind: type[Arguments], places: Sequence[ArgumentPlace]) -> MergedArguments[Arguments]:

@@ -1,22 +1,29 @@
-"""Imports a package that brings an engine, and checks its version.
+"""Imports a package that brings an engine, checks its version, and starts and ends its engine.
 
 The facts of a checkpoint in Hugging Face format that engines of other packages share.
 """
 
+import asyncio
 import importlib
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import structlog
 from packaging.version import InvalidVersion, Version
 
-from baton.errors import ConfigError
+from baton.errors import ConfigError, EngineFailed
+from runtime.threads import daemon_call
 from services.engines.kv import KvLayout
 from services.engines.pytorch.model.checkpoint import read_json
 
+log = structlog.get_logger(__name__)
+
+_SHUTDOWN_SECONDS = 20.0
 # Of one number in a KV cache; others have two. nvfp4 has one byte of scale for every 16 numbers.
 _NUMBER_BYTES = {"float32": 4.0, "fp8": 1.0, "fp8_e4m3": 1.0, "fp8_e5m2": 1.0, "nvfp4": 9 / 16}
 
@@ -38,8 +45,7 @@ class PackageSource:
         try:
             return importlib.import_module(f"{self.module}.{name}" if name else self.module)
         except (ImportError, OSError, RuntimeError) as error:
-            why = " ".join(str(error).split())
-            needed = f"engine.kind {self.kind} needs {self.title}, which cannot be imported ({why})"
+            needed = f"engine.kind {self.kind} needs {self.title}, which cannot be imported ({one_line(error)})"
             raise ConfigError(f"{needed}: {self.how}") from error
 
     def version_of(self, package: ModuleType) -> Version:
@@ -51,6 +57,32 @@ class PackageSource:
         if not self.oldest <= version < self.end:
             raise ConfigError(f"{self.module} {version} is not supported; {self.supported} are")
         return version
+
+
+@contextmanager
+def loading(title: str, model: Path) -> Iterator[None]:
+    """Turns the package's exceptions at a start into ours: refused arguments, and a model that cannot be loaded."""
+    try:
+        yield
+    except (TypeError, ValueError, AssertionError) as error:
+        raise ConfigError(f"{title} does not accept the arguments: {one_line(error)}") from error
+    except (RuntimeError, OSError) as error:
+        raise EngineFailed(f"{title} cannot load {model}: {one_line(error)}") from error
+
+
+async def shut_down(engine: Any, name: str) -> None:
+    """Shuts a package's engine down, with its processes. One that hangs is left behind."""
+    ending = daemon_call(engine.shutdown, f"{name}-shutdown")
+    _, late = await asyncio.wait([ending], timeout=_SHUTDOWN_SECONDS)
+    if late:
+        log.error(f"{name} does not shut down", seconds=_SHUTDOWN_SECONDS)
+    else:
+        ending.result()
+
+
+def one_line(error: Exception) -> str:
+    """The text of an error without its line breaks, or the name of its class."""
+    return " ".join(str(error).split()) or type(error).__name__
 
 
 def read_model(folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:

@@ -13,8 +13,7 @@ stream.py         the generator that `decode` returns; events of a request that 
 config.py         the engine's configuration
 parts.py          model, pool, memory, tiers and runner, which requests share
 preparing.py      the part of a start that needs no GPU, for processes that are forked later
-failures.py       PyTorch's exceptions as errors: a failed device, short memory, another
-stall_detector.py a thread that hangs
+failures.py       PyTorch's exceptions as errors: a failed device, short memory, another; a thread that hangs
 part.py           the skeleton of the encoder and the embedder
 batch_loop.py     a thread that computes all jobs that wait together, for the encoder and the embedder
 

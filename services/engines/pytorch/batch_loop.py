@@ -15,9 +15,8 @@ from typing_extensions import Self
 
 from baton.errors import BatonError, EngineFailed
 from services.engines.base import EncoderLoad
-from services.engines.pytorch.failures import failure_of, is_out_of_memory, too_large
+from services.engines.pytorch.failures import StallDetector, failure_of, is_out_of_memory, too_large
 from services.engines.pytorch.model.loading import use_device
-from services.engines.pytorch.stall_detector import StallDetector
 
 _log = structlog.get_logger(__name__)
 

@@ -25,6 +25,7 @@ from services.engines.prompt import Prompt, Sampling
 from services.engines.pytorch.config import PyTorchConfig
 from services.engines.pytorch.core import EngineCore
 from services.engines.pytorch.engine_loop import EngineLoop
+from services.engines.pytorch.failures import StallDetector
 from services.engines.pytorch.guidance.compiler import GrammarCompiler
 from services.engines.pytorch.kv_cache.blocks import HashChain
 from services.engines.pytorch.kv_cache.events import CacheEvents
@@ -33,12 +34,11 @@ from services.engines.pytorch.kv_cache.memory import DeviceMemory
 from services.engines.pytorch.lora.layers import NO_SLOT
 from services.engines.pytorch.lora.slots import EmbeddedLoraSlots
 from services.engines.pytorch.parallel.followers import Followers
-from services.engines.pytorch.parallel.local_leader import LocalFollowers
+from services.engines.pytorch.parallel.local_follower import LocalFollowers
 from services.engines.pytorch.parallel.messages import Ready
 from services.engines.pytorch.parallel.multi_node.leader import gather
 from services.engines.pytorch.runners.runner import StepRunner
 from services.engines.pytorch.sequence import Event, Failed, Held, TokenSequence
-from services.engines.pytorch.stall_detector import StallDetector
 from services.engines.pytorch.steps.tier_loads import BlockReservation
 from services.engines.pytorch.stream import DecodeStream, EventQueue, Queued
 from services.engines.pytorch.validation import check_prompt, check_sampling

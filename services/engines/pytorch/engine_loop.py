@@ -16,9 +16,8 @@ from baton.errors import BatonError, DeviceFailed, EngineFailed
 from runtime.aio import retrieved
 from services.engines.base import EngineLoad
 from services.engines.pytorch.core import EngineCore
-from services.engines.pytorch.failures import failure_of
+from services.engines.pytorch.failures import StallDetector, failure_of
 from services.engines.pytorch.model.loading import use_device
-from services.engines.pytorch.stall_detector import StallDetector
 
 _log = structlog.get_logger(__name__)
 

@@ -4,10 +4,9 @@ SGLang is imported by package.py alone, and inside its own processes. docs/sglan
 
 config.py         the settings, and the arguments of SGLang
 factory.py        opens the engine
-engine.py         the Engine itself, an AllocatesFirst
+engine.py         the Engine itself, an AllocatesFirst, and what it says about its model
 package.py        SGLang as it is installed
 loading.py        start and end, without what SGLang takes of its process
-facts.py          what the engine says about its model
 sampling.py       our sampling parameters in SGLang's words
 requests.py       the requests inside SGLang: submitted, followed, aborted, counted
 rooms.py          the two sides of a bootstrap room

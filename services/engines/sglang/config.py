@@ -4,7 +4,6 @@ The names of its arguments are those of SGLang's `ServerArgs`, so its documentat
 they may mean something else in another version, or be set by Baton.
 """
 
-from pathlib import Path
 from typing import Literal
 
 from pydantic import Field
@@ -74,11 +73,7 @@ class SglangConfig(ExternalEngineConfig):
     """
 
     kind: Literal["sglang"] = "sglang"
-    model: Path = Field(description="A folder in Hugging Face's checkpoint layout. Nothing is ever downloaded.")
-    name: str = Field(default="", description="The name under which it is served; the folder's name if empty.")
     args: SglangArguments = SglangArguments()
-    extra_engine_args: Path | None = Field(default=None, description="A YAML file.")
-    override_engine_args: str = Field(default="", description="A JSON object.")
     handoff: RoomSettings = RoomSettings()
     whole_requests: bool = Field(
         default=False, description="A decode worker that accepts no handoffs, by choice, and has a prefix cache."

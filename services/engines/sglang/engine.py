@@ -14,15 +14,17 @@ from typing_extensions import Self
 from baton.errors import EngineFailed, HandoffLost, InvalidRequest, Overloaded, Unsupported
 from runtime.aio import timeout
 from services.engines.answer import Finished, FinishReason, Tokens
-from services.engines.base import EngineLoad
+from services.engines.base import EngineLoad, ModelFacts
 from services.engines.external.engine import CANARY_SALT, ExternalEngine
 from services.engines.external.held_kv import ExternalPrefill, HeldHandoffs
+from services.engines.external.package import kv_dtype, kv_layout, read_model
 from services.engines.external.requests import RequestLimits, RunningStream
+from services.engines.kv import KvLayout
 from services.engines.kv_transfer import RemoteKv
 from services.engines.prompt import Prompt, Sampling
+from services.engines.pytorch.model.checkpoint import end_ids, fingerprint, model_files
 from services.engines.running.generation import Generation
-from services.engines.sglang.config import SglangConfig
-from services.engines.sglang.facts import sglang_facts
+from services.engines.sglang.config import SglangArguments, SglangConfig
 from services.engines.sglang.inside.scheduler import LOCAL
 from services.engines.sglang.loading import ResolvedSglang, StartedSglang, end, side, start
 from services.engines.sglang.metrics import sglang_families
@@ -35,7 +37,7 @@ from services.engines.sglang.requests import (
     reason_of,
 )
 from services.engines.sglang.rooms import SentKv, SglangDestination, read_room, write_room
-from services.engines.sglang.sampling import check_sampling, sampling_params
+from services.engines.sglang.sampling import check_sampling, sampling_params, unsupported_options
 
 _FIRST_STEP_SECONDS = 300.0
 _LOOK_SECONDS = 0.2
@@ -276,3 +278,36 @@ def _room(host: str, port: int, number: int) -> dict[str, Any]:
 async def _cancelled(task: "asyncio.Task[None]") -> None:
     task.cancel()
     await asyncio.wait([task])
+
+
+def sglang_facts(config: SglangConfig, args: SglangArguments, package: SglangPackage) -> ModelFacts:
+    """The facts except for the time of loading. Raises ConfigError for a folder that is not a checkpoint."""
+    _, model = read_model(config.model)
+    return ModelFacts(
+        name=config.name or config.model.name,
+        engine="sglang",
+        max_context_tokens=args.context_length or int(model["max_position_embeddings"]),
+        vocab_size=int(model["vocab_size"]),
+        max_logprobs=config.max_logprobs,
+        eos_token_ids=end_ids(config.model, model),
+        layout=_layout(config, model, args, package),
+        files=model_files(config.model),
+        takes_handoffs=not config.whole_requests,
+        unsupported_sampling=unsupported_options(args),
+        settings=(
+            ("chunked_prefill_size", str(args.chunked_prefill_size)),
+            ("enable_deterministic_inference", str(args.enable_deterministic_inference).lower()),
+            ("max_running_requests", str(args.max_running_requests)),
+            ("trust_remote_code", str(args.trust_remote_code).lower()),
+        ),
+    )
+
+
+def _layout(config: SglangConfig, model: dict[str, Any], args: SglangArguments, package: SglangPackage) -> KvLayout:
+    identity = {
+        "sglang": str(package.version),
+        "weights": fingerprint(config.model),
+        "quantization": args.quantization,
+        "tp": args.tp_size,
+    }
+    return kv_layout(identity, model, kv_dtype(args.kv_cache_dtype, args.dtype, model), args.page_size)

@@ -6,7 +6,7 @@ from contextlib import AbstractAsyncContextManager
 from baton.errors import ConfigError
 from services.engines.base import Engine
 from services.engines.context import EngineContext
-from services.engines.external.argument_places import merge, read_places
+from services.engines.external.argument_places import resolve
 from services.engines.sglang.config import SglangArguments, SglangConfig
 from services.engines.sglang.engine import SglangEngine
 from services.engines.sglang.loading import ResolvedSglang, on_cpus
@@ -21,11 +21,6 @@ def open_sglang(config: SglangConfig, context: EngineContext) -> AbstractAsyncCo
     check(config, effective, context.roles, context.lease_seconds)
     package = open_sglang_package()
     return SglangEngine(config, effective, package, context.roles)
-
-
-def resolve(config: SglangConfig) -> ResolvedSglang:
-    """Merges the three places of arguments. Raises ConfigError with the place and the key of every error."""
-    return merge(SglangArguments, read_places(config.args, config.extra_engine_args, config.override_engine_args))
 
 
 def check(config: SglangConfig, effective: ResolvedSglang, roles: Sequence[str], lease_seconds: float) -> None:

@@ -16,6 +16,7 @@ from typing import Any
 
 from baton.errors import ConfigError, EngineFailed
 from services.engines.external.argument_places import MergedArguments
+from services.engines.external.package import one_line
 from services.engines.external.surroundings import free_ports
 from services.engines.sglang.config import SglangArguments, SglangConfig
 from services.engines.sglang.inside.processes import run_detokenizer, run_scheduler
@@ -64,13 +65,13 @@ def start(
         try:
             server_args = package.server_args(**arguments)
         except (TypeError, ValueError, AssertionError) as error:
-            raise ConfigError(f"sglang {package.version} does not accept the arguments: {_line(error)}") from error
+            raise ConfigError(f"sglang {package.version} does not accept the arguments: {one_line(error)}") from error
         try:
             llm.__init__(server_args=server_args)
         except Exception as error:  # whatever it is, its processes must not stay
             launch.end()
             _kill(launch.processes)
-            raise EngineFailed(f"sglang {package.version} cannot load {config.model}: {_line(error)}") from error
+            raise EngineFailed(f"sglang {package.version} cannot load {config.model}: {one_line(error)}") from error
         finally:
             # It would end all children of this process.
             atexit.unregister(llm.shutdown)
@@ -209,7 +210,3 @@ def _undisturbed(variables: dict[str, str]) -> Iterator[None]:
         root.handlers[:] = handlers
         root.setLevel(level)
         multiprocessing.set_start_method(method, force=True)
-
-
-def _line(error: Exception) -> str:
-    return " ".join(str(error).split()) or type(error).__name__

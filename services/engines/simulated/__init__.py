@@ -2,12 +2,11 @@
 
 engine.py         the Engine
 config.py         its configuration
-facts.py          its model facts
 ranks.py          the data-parallel ranks, each with a scheduler and blocks
 scheduler.py      queue, batch and steps
 timing.py         what a step takes: configured, or from a measured profile
 sequence.py       one request: its ids, its blocks, its times
-tokens.py         the ids that it generates
+tokens.py         the ids that it generates; its model facts
 preferences.py    what bad words, biases and penalties make of them
 blocks.py         which blocks are free, used, or cached for their prefix, and the bytes in them
 kv.py             held KV and reservations

@@ -16,8 +16,7 @@ from services.engines.base import EncoderLoad, EnginePart, ModelFacts, Vector
 from services.engines.prompt import Embedding, Media, MediaSpan
 from services.engines.rules import EmbeddingRules
 from services.engines.simulated.config import SimulatedConfig
-from services.engines.simulated.facts import kv_layout, model_facts
-from services.engines.simulated.tokens import Vocabulary, vocabulary_of
+from services.engines.simulated.tokens import Vocabulary, kv_layout, model_facts, vocabulary_of
 
 
 class SimulatedPart(EnginePart):

@@ -28,12 +28,11 @@ from services.engines.prompt import Prompt, Sampling
 from services.engines.running.generation import ClosingStream
 from services.engines.simulated.config import SimulatedConfig
 from services.engines.simulated.encoder import check_embeddings
-from services.engines.simulated.facts import kv_layout, model_facts
 from services.engines.simulated.kv import Claim, SimulatedKv, SimulatedLoan, SimulatedReservation
 from services.engines.simulated.ranks import RankParts, SimulatedRanks
 from services.engines.simulated.scheduler import PIECE_BLOCKS, SimulatedScheduler
 from services.engines.simulated.sequence import Sequence, chain
-from services.engines.simulated.tokens import TokenStream, vocabulary_of
+from services.engines.simulated.tokens import TokenStream, kv_layout, model_facts, vocabulary_of
 
 
 class SimulatedEngine(Engine):

@@ -5,7 +5,6 @@ keys are refused: they may mean something else in another version.
 """
 
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Literal
 
 from pydantic import Field, field_validator
@@ -175,14 +174,10 @@ class TrtllmConfig(ExternalEngineConfig):
     """
 
     kind: Literal["trtllm"] = Field(default="trtllm", description="Experimental: not yet run on real TensorRT-LLM.")
-    model: Path = Field(description="A folder in Hugging Face's checkpoint layout. Nothing is ever downloaded.")
-    name: str = Field(default="", description="The name under which it is served; the folder's name if empty.")
     backend: Literal["pytorch", "autodeploy"] = Field(
         default="pytorch", description="autodeploy may be written _autodeploy, as TensorRT-LLM does."
     )
     args: EngineArguments = EngineArguments()
-    extra_engine_args: Path | None = Field(default=None, description="Such as deploy/engine_configs/llama/agg.yaml.")
-    override_engine_args: str = Field(default="", description="A JSON object.")
     whole_requests: bool = Field(
         default=False,
         description="A decode worker that accepts no handoffs, by choice: it runs prompts itself.",

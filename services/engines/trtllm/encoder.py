@@ -20,10 +20,11 @@ from typing_extensions import Self
 from baton.errors import BatonError, EngineFailed, InvalidRequest, Overloaded
 from runtime.threads import daemon_call
 from services.engines.base import EncoderLoad, ModelFacts
+from services.engines.external.package import shut_down
 from services.engines.prompt import Embedding, Media
 from services.engines.running.canary import Canary
 from services.engines.trtllm.config import TrtllmConfig
-from services.engines.trtllm.loading import load_encoder, shut_down
+from services.engines.trtllm.loading import load_encoder
 from services.engines.trtllm.model_facts import encoder_facts
 from services.engines.trtllm.package import Package
 from services.engines.trtllm.resolved_args import ResolvedArgs
@@ -54,7 +55,7 @@ class TrtllmEncoder:
         started = time.monotonic()
         self._encoder = await asyncio.to_thread(load_encoder, self._config, self._effective, self._package)
         async with AsyncExitStack() as stack:
-            stack.push_async_callback(shut_down, self._encoder)
+            stack.push_async_callback(shut_down, self._encoder, "trtllm")
             await self._in_thread([_WARM_UP])
             await stack.enter_async_context(self._canary)
             self._open = stack.pop_all()

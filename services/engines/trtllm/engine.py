@@ -16,12 +16,13 @@ from services.engines.base import EngineLoad
 from services.engines.context import EngineContext
 from services.engines.external.engine import CANARY_SALT, ExternalEngine
 from services.engines.external.held_kv import ExternalKv, ExternalPrefill, HeldHandoffs
+from services.engines.external.package import shut_down
 from services.engines.kv_events import KvChange
 from services.engines.kv_transfer import RemoteKv
 from services.engines.prompt import Prompt, Sampling
 from services.engines.running.generation import ClosingStream, Generation
 from services.engines.trtllm.config import TrtllmConfig
-from services.engines.trtllm.loading import load, shut_down
+from services.engines.trtllm.loading import load
 from services.engines.trtllm.model_facts import model_facts
 from services.engines.trtllm.monitoring import metrics
 from services.engines.trtllm.monitoring.metrics import NativeMetrics
@@ -86,7 +87,7 @@ class TrtllmEngine(ExternalEngine):
         self._requests = InflightRequests(self._llm, self._package, limits, native.record_request)
         listeners = Listeners(self._requests.progressed, self._observe)
         async with AsyncExitStack() as stack:
-            stack.push_async_callback(shut_down, self._llm)
+            stack.push_async_callback(shut_down, self._llm, "trtllm")
             stack.push_async_callback(self._requests.close)
             stack.callback(self._held.close)
             await self._warm_up()

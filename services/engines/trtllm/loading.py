@@ -1,14 +1,11 @@
-"""Loads TensorRT-LLM's own objects with the arguments in effect, and shuts them down."""
+"""Loads TensorRT-LLM's own objects with the arguments in effect."""
 
-import asyncio
-from collections.abc import Callable
 from typing import Any
 
-import structlog
 from pydantic import BaseModel
 
-from baton.errors import ConfigError, EngineFailed
-from runtime.threads import daemon_call
+from baton.errors import ConfigError
+from services.engines.external.package import loading
 from services.engines.trtllm.config import (
     AUTODEPLOY_UNKNOWN,
     ENCODER_KNOWN,
@@ -19,12 +16,6 @@ from services.engines.trtllm.config import (
 from services.engines.trtllm.package import Package
 from services.engines.trtllm.resolved_args import ResolvedArgs
 
-log = structlog.get_logger(__name__)
-
-
-_SHUTDOWN_SECONDS = 20.0
-
-
 _SPECULATIVE = {
     "Eagle": "EagleDecodingConfig",
     "Eagle3": "Eagle3DecodingConfig",
@@ -32,8 +23,6 @@ _SPECULATIVE = {
     "NGram": "NGramDecodingConfig",
     "Draft_Target": "DraftTargetDecodingConfig",
 }
-
-
 _ALWAYS = {
     "max_batch_size",
     "max_num_tokens",
@@ -47,39 +36,19 @@ _ALWAYS = {
 def load(config: TrtllmConfig, effective: ResolvedArgs, package: Package) -> Any:
     """Loads the LLM, which blocks for minutes. Raises ConfigError with the version for arguments that it refuses."""
 
-    def make() -> Any:
+    with loading(f"trtllm {package.version}", config.model):
         arguments = _arguments(config, effective, package)
         # Only its guided decoding needs the tokenizer: Baton sends ids, and gets ids.
         needs_tokenizer = effective.value.guided_decoding_backend is not None
         return package.llm(model=str(config.model), skip_tokenizer_init=not needs_tokenizer, **arguments)
-
-    return _loaded(config, package, make)
 
 
 def load_encoder(config: TrtllmConfig, effective: ResolvedArgs, package: Package) -> Any:
     """Loads the MultimodalEncoder. Blocks and raises as `load`."""
     given = {key.partition(".")[0] for key in effective.sources} | {"max_batch_size"}
     arguments = {name: getattr(effective.value, name) for name in ENCODER_KNOWN if name in given}
-    return _loaded(config, package, lambda: package.encoder(model=str(config.model), **arguments))
-
-
-async def shut_down(engine: Any) -> None:
-    """Shuts an engine down. One that hangs is left behind until the process ends."""
-    ending = daemon_call(engine.shutdown, "trtllm-shutdown")
-    _, late = await asyncio.wait([ending], timeout=_SHUTDOWN_SECONDS)
-    if late:
-        log.error("trtllm does not shut down", seconds=_SHUTDOWN_SECONDS)
-    else:
-        ending.result()
-
-
-def _loaded(config: TrtllmConfig, package: Package, make: Callable[[], Any]) -> Any:
-    try:
-        return make()
-    except (TypeError, ValueError, AssertionError) as error:
-        raise ConfigError(f"trtllm {package.version} does not accept the arguments: {_line(error)}") from error
-    except (RuntimeError, OSError) as error:
-        raise EngineFailed(f"trtllm {package.version} cannot load {config.model}: {_line(error)}") from error
+    with loading(f"trtllm {package.version}", config.model):
+        return package.encoder(model=str(config.model), **arguments)
 
 
 def _arguments(config: TrtllmConfig, effective: ResolvedArgs, package: Package) -> dict[str, Any]:
@@ -119,7 +88,3 @@ def _speculative(section: SpeculativeArguments, package: Package) -> Any:
     if "decoding_type" in kind.model_fields:
         return fields
     return kind(**{name: value for name, value in fields.items() if name != "decoding_type"})
-
-
-def _line(error: Exception) -> str:
-    return " ".join(str(error).split())

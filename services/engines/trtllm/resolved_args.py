@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from packaging.version import Version
 
 from baton.errors import ConfigError
-from services.engines.external.argument_places import MergedArguments, merge, read_places
+from services.engines.external.argument_places import MergedArguments, resolve
 from services.engines.trtllm.config import (
     AUTODEPLOY_ONLY,
     AUTODEPLOY_UNKNOWN,
@@ -20,12 +20,6 @@ from services.engines.trtllm.config import (
 )
 
 ResolvedArgs = MergedArguments[EngineArguments]
-
-
-def resolve(config: TrtllmConfig) -> ResolvedArgs:
-    """Merges the three places. Raises ConfigError with the place and the key of every error."""
-    places = read_places(config.args, config.extra_engine_args, config.override_engine_args)
-    return merge(EngineArguments, places)
 
 
 _OVERLAP_ON_PREFILL = Version("1.3.0.dev0")

@@ -6,10 +6,9 @@ config.py         the settings, and the arguments of vLLM
 factory.py        opens the engine
 engine.py         the Engine itself
 package.py        vLLM as it is installed, inspected where versions differ
-loading.py        the environment and the arguments that it is started with; start and end
+loading.py        the environment and the arguments that it is started with; what it says about its model
 orphans.py        ends vLLM's processes when the worker's process is killed
 sleeping.py       the sleep of an idle engine
-facts.py          what the engine says about its model
 lora_slots.py     adapters inside vLLM
 requests/         one request: sampling, submission, output, abort
 handoff.py        the state of a handoff, as a reader gets it

@@ -4,7 +4,6 @@ The names and defaults of its arguments are those of vLLM's `AsyncEngineArgs`, s
 are refused: they may mean something else in another version, or be set by Baton.
 """
 
-from pathlib import Path
 from typing import Literal
 
 from pydantic import ByteSize, Field, model_validator
@@ -88,13 +87,7 @@ class VllmConfig(ExternalEngineConfig):
     """
 
     kind: Literal["vllm"] = "vllm"
-    model: Path = Field(description="A folder in Hugging Face's checkpoint layout. Nothing is ever downloaded.")
-    name: str = Field(default="", description="The name under which it is served; the folder's name if empty.")
     args: VllmArguments = VllmArguments()
-    extra_engine_args: Path | None = Field(
-        default=None, description="Such as deploy/engine_configs/llama/vllm/agg.yaml."
-    )
-    override_engine_args: str = Field(default="", description="A JSON object.")
     handoff: HandoffSettings = HandoffSettings()
     tiers: TierSettings | None = Field(default=None, description="Memory below the pool; null: none.")
     whole_requests: bool = Field(

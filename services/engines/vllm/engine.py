@@ -15,18 +15,18 @@ from runtime.aio import timeout
 from services.engines.answer import Finished, FinishReason, Tokens
 from services.engines.base import EngineLoad
 from services.engines.external.engine import CANARY_SALT, ExternalEngine
-from services.engines.external.families import PackageFamilies
+from services.engines.external.package import shut_down
 from services.engines.external.requests import RequestLimits, RunningStream
+from services.engines.external.surroundings import PackageFamilies
 from services.engines.kv_events import KvChange
 from services.engines.kv_transfer import RemoteKv
 from services.engines.lora.adapters import LoraAdapters
 from services.engines.prompt import Prompt, Sampling
 from services.engines.running.generation import Generation
 from services.engines.vllm.config import VllmConfig
-from services.engines.vllm.facts import vllm_facts
 from services.engines.vllm.handoff import Remembered, read_state
 from services.engines.vllm.held_kv import HeldByVllm, VllmHeldKv
-from services.engines.vllm.loading import EngineStart, ResolvedVllm, can_hand_over, end, start
+from services.engines.vllm.loading import EngineStart, ResolvedVllm, can_hand_over, start, vllm_facts
 from services.engines.vllm.lora_slots import CopiedLora, VllmLoraSlots, linear_shapes
 from services.engines.vllm.monitoring import metrics
 from services.engines.vllm.monitoring.event_reader import EventReader, event_sockets
@@ -36,8 +36,7 @@ from services.engines.vllm.package import VllmPackage
 from services.engines.vllm.requests.builder import Budgeted, VllmRequestBuilder, seeded
 from services.engines.vllm.requests.generation import KnownTokensDiffer, VllmGeneration
 from services.engines.vllm.requests.inflight import VllmRequests
-from services.engines.vllm.requests.plan import Plan, behind_emitted, plan
-from services.engines.vllm.requests.sampling import GuideChecks
+from services.engines.vllm.requests.sampling import GuideChecks, Plan, behind_emitted, plan
 from services.engines.vllm.requests.stream import finished, prefilled
 from services.engines.vllm.sleeping import VllmSleep
 
@@ -71,7 +70,7 @@ class VllmEngine(ExternalEngine):
             starting = EngineStart(self._roles, facts.max_context_tokens, sockets, self._record_step)
             loading = asyncio.to_thread(start, self._config, self._effective, self._package, starting)
             self._llm = await self._loaded(loading, self._config.start_seconds)
-            stack.push_async_callback(end, self._llm)
+            stack.push_async_callback(shut_down, self._llm, "vllm")
             watch.started()
             self._facts = replace(
                 facts,

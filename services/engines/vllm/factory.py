@@ -7,7 +7,7 @@ from baton.errors import ConfigError
 from runtime.machine import visible_gpus
 from services.engines.base import Engine
 from services.engines.context import EngineContext
-from services.engines.external.argument_places import merge, read_places
+from services.engines.external.argument_places import resolve
 from services.engines.vllm.config import VllmArguments, VllmConfig
 from services.engines.vllm.engine import VllmEngine
 from services.engines.vllm.loading import RANKS, ResolvedVllm
@@ -25,11 +25,6 @@ def open_vllm(config: VllmConfig, context: EngineContext) -> AbstractAsyncContex
         check_gpus(effective.value, len(visible_gpus()))
         check_adapters(config, effective.value)
     return VllmEngine(config, effective, package, context.roles)
-
-
-def resolve(config: VllmConfig) -> ResolvedVllm:
-    """Merges the three places of arguments. Raises ConfigError with the place and the key of every error."""
-    return merge(VllmArguments, read_places(config.args, config.extra_engine_args, config.override_engine_args))
 
 
 def check_gpus(args: VllmArguments, gpus: int) -> None:

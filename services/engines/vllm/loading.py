@@ -1,30 +1,27 @@
-"""Starts AsyncLLM with the arguments in effect, and ends it."""
+"""Starts AsyncLLM with the arguments in effect. The facts of its model, from the checkpoint and these arguments."""
 
-import asyncio
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
-import structlog
-
-from baton.errors import ConfigError, EngineFailed
-from runtime.threads import daemon_call
+from baton.errors import ConfigError
+from services.engines.base import ModelFacts
 from services.engines.external.argument_places import MergedArguments
+from services.engines.external.package import kv_dtype, kv_layout, loading, read_model
 from services.engines.external.surroundings import EnvironmentVariables, free_ports
+from services.engines.kv import KvLayout
 from services.engines.lora.options import LoraOptions
+from services.engines.pytorch.model.checkpoint import end_ids, fingerprint, model_files, read_json
 from services.engines.vllm.config import VllmArguments, VllmConfig
-from services.engines.vllm.facts import has_vision
 from services.engines.vllm.package import VllmPackage
-from services.engines.vllm.requests.sampling import BACKEND
-
-log = structlog.get_logger(__name__)
+from services.engines.vllm.requests.sampling import BACKEND, unsupported_options
 
 ResolvedVllm = MergedArguments[VllmArguments]
 
 _EXTENSION = "services.engines.vllm.inside.worker.BatonWorker"
-_SHUTDOWN_SECONDS = 20.0
 # Set even where they are defaults: routers and the other side of a handoff count on them.
 _ALWAYS = {"max_num_seqs", "max_num_batched_tokens", "block_size", "enable_prefix_caching", "max_logprobs", "seed"}
 # The ranks that vLLM reserves memory for.
@@ -63,24 +60,9 @@ def start(config: VllmConfig, effective: ResolvedVllm, package: VllmPackage, sta
         raise ConfigError(f"vllm {package.version} does not know {', '.join(unknown)}")
     with _STARTING, ExitStack() as stack:
         stack.enter_context(EnvironmentVariables(_variables(config, effective.value, package)))
-        try:
-            made = package.engine_args(**arguments)
-            loggers = [_logger(package, starting.statistics)]
-            return package.async_llm.from_engine_args(made, stat_loggers=loggers)
-        except (TypeError, ValueError, AssertionError) as error:
-            raise ConfigError(f"vllm {package.version} does not accept the arguments: {_line(error)}") from error
-        except (RuntimeError, OSError) as error:
-            raise EngineFailed(f"vllm {package.version} cannot load {config.model}: {_line(error)}") from error
-
-
-async def end(llm: Any) -> None:
-    """Ends AsyncLLM and its processes. One that hangs is left to the OrphanWatch."""
-    ending = daemon_call(llm.shutdown, "vllm-shutdown")
-    _, late = await asyncio.wait([ending], timeout=_SHUTDOWN_SECONDS)
-    if late:
-        log.error("vllm does not shut down", seconds=_SHUTDOWN_SECONDS)
-    else:
-        ending.result()
+        stack.enter_context(loading(f"vllm {package.version}", config.model))
+        made = package.engine_args(**arguments)
+        return package.async_llm.from_engine_args(made, stat_loggers=[_logger(package, starting.statistics)])
 
 
 def _arguments(
@@ -216,5 +198,45 @@ def _logger(package: VllmPackage, statistics: Callable[[int, Any], None]) -> Any
     return StepStatistics
 
 
-def _line(error: Exception) -> str:
-    return " ".join(str(error).split())
+def vllm_facts(config: VllmConfig, args: VllmArguments, package: VllmPackage, *, takes_handoffs: bool) -> ModelFacts:
+    """The facts except for the time of loading. Raises ConfigError for a folder that is not a checkpoint."""
+    _, model = read_model(config.model)
+    return ModelFacts(
+        name=config.name or config.model.name,
+        engine="vllm",
+        max_context_tokens=args.max_model_len or int(model["max_position_embeddings"]),
+        vocab_size=int(model["vocab_size"]),
+        # Drafted tokens get no log probabilities that could be compared.
+        max_logprobs=0 if args.speculative_config else args.max_logprobs,
+        eos_token_ids=end_ids(config.model, model),
+        layout=_layout(config.model, model, args, package),
+        files=model_files(config.model),
+        prompt_logprobs=args.speculative_config is None and "prompt_logprobs" in package.sampling_arguments,
+        guided_decoding=config.guided_decoding,
+        lora=config.lora is not None,
+        takes_handoffs=takes_handoffs,
+        unsupported_sampling=unsupported_options(package),
+        data_parallel_ranks=args.data_parallel_size,
+        settings=(
+            ("gpu_memory_utilization", f"{args.gpu_memory_utilization:g}"),
+            ("max_num_batched_tokens", str(args.max_num_batched_tokens)),
+            ("max_num_seqs", str(args.max_num_seqs)),
+            ("trust_remote_code", str(args.trust_remote_code).lower()),
+        ),
+    )
+
+
+def has_vision(folder: Path) -> bool:
+    """True if the checkpoint has a vision encoder. Raises ConfigError for a folder that is not a checkpoint."""
+    return "vision_config" in read_json(folder / "config.json")
+
+
+def _layout(folder: Path, model: dict[str, Any], args: VllmArguments, package: VllmPackage) -> KvLayout:
+    """A handshake compares versions, too."""
+    identity = {
+        "vllm": str(package.version),
+        "connector": package.connector_version,
+        "weights": fingerprint(folder),
+        "quantization": args.quantization,
+    }
+    return kv_layout(identity, model, kv_dtype(args.kv_cache_dtype, args.dtype, model), args.block_size)

@@ -15,8 +15,7 @@ from baton.connection.credentials import RECORDED
 from baton.errors import RequestNotFound
 from baton.inference.v1 import generate_pb2, record_pb2
 from router.config import RecordsConfig
-from router.recording.folder import RecordFolder
-from router.recording.recorder import Recorder
+from router.recording.recorder import Recorder, RecordFolder
 from router.recording.table import RecordTable, latest
 
 _MIB = 2**20

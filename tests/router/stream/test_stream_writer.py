@@ -9,7 +9,7 @@ from support.eventually import eventually
 from baton.errors import SlowReader
 from baton.inference.v1 import generate_pb2
 from baton_http2.server.reply import Reply
-from router.stream.reply import Pace
+from router.stream.general import Pace
 from router.stream.writer import StreamWriter
 from router.text.completion import TokenDelta
 from runtime.aio import timeout

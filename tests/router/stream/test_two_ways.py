@@ -13,8 +13,8 @@ from baton.engine.v1 import prompt_pb2
 from baton.inference.v1 import generate_pb2, model_pb2, sampling_pb2
 from baton_http2.server.reply import Reply
 from router.routing.latency import DecodeTimer, WorkerLatency
+from router.stream.general import Pace
 from router.stream.meter import TokenMeter
-from router.stream.reply import Pace
 from router.stream.writer import StreamWriter
 from router.telemetry.request_metrics import TokenLatencies
 from router.telemetry.stats import RequestStats

@@ -4,8 +4,8 @@ from google.protobuf.duration_pb2 import Duration
 
 from baton.inference.v1 import timing_pb2
 from baton.inference.v1.timing_pb2 import Stage as Number
-from router.stream.reply import timings_trailer
 from router.telemetry.stages import CallTiming, StageTiming, timings_message
+from router.telemetry.timings import timings_trailer
 
 QUEUE, PROMPT, STEPS = timing_pb2.STAGE_DECODE_QUEUE, timing_pb2.STAGE_PREFILL_COMPUTE, timing_pb2.STAGE_DECODE
 ATTEMPTS = timing_pb2.STAGE_DECODE

@@ -14,11 +14,10 @@ from services.engines.kv import embedding_layout
 from services.engines.pytorch.batch_loop import BatchJob, BatchLoop
 from services.engines.pytorch.config import PyTorchConfig
 from services.engines.pytorch.embedding.text_model import TextModel, load_text_model
-from services.engines.pytorch.failures import is_out_of_memory, too_large
+from services.engines.pytorch.failures import StallDetector, is_out_of_memory, too_large
 from services.engines.pytorch.model import checkpoint
 from services.engines.pytorch.model.loading import eos_token_ids, name_of
 from services.engines.pytorch.part import PyTorchPart
-from services.engines.pytorch.stall_detector import StallDetector
 
 _RETRY_SECONDS = 1.0
 

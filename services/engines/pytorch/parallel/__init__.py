@@ -8,7 +8,7 @@ peer_memory.py     that memory: its layout, and how the ranks map it
 messages.py        what rank 0 tells the others
 followers.py       what rank 0 needs of the others, wherever they run, and what it refuses
 processes.py       the processes of ranks on rank 0's host: their start, messages and end
-local_leader.py    ranks on rank 0's host, as rank 0 sees them: it tells them each step
-local_follower.py  a rank above 0: loads its part, joins, computes each step; its process, which rank 0 starts
+local_follower.py  a rank above 0: loads its part, joins, computes each step; its process on rank 0's
+                   host, which rank 0 starts and tells each step
 multi_node/        ranks that are started for themselves, on any host, and join rank 0 over TCP
 """

@@ -1,10 +1,11 @@
-"""The process of a rank above 0 that rank 0 has started on its host.
+"""The process of a rank above 0 that rank 0 has started on its host, as both see it.
 
 A rank above 0: it loads its part, joins the others, and computes each step that rank 0 announces.
 """
 
 import mmap
 import os
+from collections.abc import Sequence
 from contextlib import suppress
 from multiprocessing import reduction
 from multiprocessing.connection import Connection
@@ -13,18 +14,20 @@ from typing import Any, Protocol
 
 import torch
 
-from baton.errors import BatonError
+from baton.errors import BatonError, EngineFailed
 from services.engines.context import RankProgress
 from services.engines.kv import KvLayout
 from services.engines.pytorch.config import PyTorchConfig
 from services.engines.pytorch.kv_cache.memory import DTYPES, DeviceMemory, block_shape
 from services.engines.pytorch.kv_cache.pool_size import layout_of, num_blocks
 from services.engines.pytorch.model.loading import LoadedModel, choose_device, load_model
+from services.engines.pytorch.parallel.followers import LOAD_SECONDS, check_split, shard_of
 from services.engines.pytorch.parallel.joining import SameHost, join
-from services.engines.pytorch.parallel.messages import Begin, Loaded, NotLoaded, Ready, ZeroBlocks
-from services.engines.pytorch.parallel.processes import enter_process, leave_process
+from services.engines.pytorch.parallel.messages import Begin, Loaded, NotLoaded, Order, Ready, ZeroBlocks
+from services.engines.pytorch.parallel.processes import RankProcess, RankProcesses, enter_process, leave_process
+from services.engines.pytorch.parallel.ranks import Ranks
 from services.engines.pytorch.parallel.shards import Shard, part_of_pool
-from services.engines.pytorch.runners.fused_runner import FusedRunner
+from services.engines.pytorch.runners.fused_runner import FusedRunner, Sizes
 from services.engines.pytorch.runners.selection import fused_runner
 from services.engines.pytorch.runners.step_tensors import DecodeArrays, StepArrays
 
@@ -118,3 +121,43 @@ def _mapped(layout: KvLayout, blocks: int, descriptor: int) -> torch.Tensor:
     mapping = mmap.mmap(descriptor, blocks * layout.block_bytes)
     os.close(descriptor)
     return torch.frombuffer(mapping, dtype=DTYPES[layout.dtype]).view(blocks, *block_shape(layout))
+
+
+class LocalFollowers:
+    """Followers in processes that the constructor starts. On a CPU all map one pool's file."""
+
+    def __init__(self, config: PyTorchConfig) -> None:
+        check_split(config)
+        self.shard = shard_of(config, 0)
+        others = [shard_of(config, rank) for rank in range(1, config.tensor_parallel_size)]
+        self._processes = RankProcesses(follow, config, others)
+
+    @property
+    def failure(self) -> str | None:
+        return self._processes.failure
+
+    def least_blocks(self, num_blocks: int) -> int:
+        return min(num_blocks, *(self._loaded(rank) for rank in self._processes.all))
+
+    def begin(self, num_blocks: int, sizes: Sizes, pool_file: int | None, device: torch.device) -> Ranks:
+        for rank in self._processes.all:
+            self._processes.send(rank, Begin(num_blocks, sizes))
+            if self.shard.shares_pool and pool_file is not None:
+                reduction.send_handle(rank.pipe, pool_file, rank.process.pid)
+        return self._processes.join(self.shard, device)
+
+    def send(self, order: Order) -> None:
+        self._processes.send_all(order)
+
+    def zero(self, block_ids: Sequence[int]) -> None:
+        self.send(ZeroBlocks(tuple(block_ids)))
+
+    def close(self) -> None:
+        self._processes.close()
+
+    def _loaded(self, rank: RankProcess) -> int:
+        answer = self._processes.receive(rank, LOAD_SECONDS, "load the model")
+        if isinstance(answer, NotLoaded):
+            raise EngineFailed(f"rank {rank.rank} cannot load the model: {answer.reason}")
+        assert isinstance(answer, Loaded)
+        return answer.num_blocks

@@ -155,7 +155,7 @@ class BatchBuilder:
 
     def build(self, chunks: Sequence[Chunk]) -> StepInput:
         """Returns the tensors for `chunks`, in another order."""
-        decodes = sorted((c for c in chunks if c.count == 1), key=_length, reverse=True)
+        decodes = sorted((c for c in chunks if c.count == 1), key=lambda chunk: chunk.start, reverse=True)
         others = [chunk for chunk in chunks if chunk.count > 1]
         ordered = decodes + others
         positions = np.concatenate([np.arange(c.start, c.end) for c in ordered])
@@ -239,10 +239,6 @@ class BatchBuilder:
     def _mask(self, seen: torch.Tensor) -> torch.Tensor:
         mask = torch.zeros(seen.shape, dtype=self._dtype, device=seen.device)
         return mask.masked_fill_(~seen, -torch.inf)
-
-
-def _length(chunk: Chunk) -> int:
-    return chunk.start
 
 
 def media_rows(chunks: Sequence[Chunk]) -> list[MediaRows]:

@@ -14,7 +14,7 @@ from services.engines.pytorch.model.loading import LoadedModel
 from services.engines.pytorch.runners.batch import BatchBuilder, Chunk, KvCache, StepInput
 from services.engines.pytorch.runners.step_tensors import PromptRows
 from services.engines.pytorch.sampling.sampling import Chosen, sample
-from services.engines.pytorch.speculation.verification import confirmed, sampled_positions
+from services.engines.pytorch.speculation.drafting import confirmed, sampled_positions
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,8 +11,7 @@ import torch
 from numpy.typing import NDArray
 
 from services.engines.prompt import Sampling
-from services.engines.pytorch.sampling.gumbel import gumbel, row_key
-from services.engines.pytorch.sampling.sampling import SamplerState
+from services.engines.pytorch.sampling.sampling import SamplerState, gumbel, row_key
 from services.engines.pytorch.sampling.truncation import ban_unlikely, cuts, rank
 
 WIDTH = 1024

@@ -1,10 +1,16 @@
-"""Which sequences get drafts in a step, and how many."""
+"""Which sequences get drafts in a step, how many, and which drafts it confirms: those that would have been sampled.
 
-from collections.abc import Callable, Sequence
+The tokens of a step depend on seed and position alone (sampling/sampling.py), so each position after a draft is sampled
+with its own noise. As long as the sampled token is the draft, the next position was computed from the right tokens. The
+ids are therefore those of decoding one by one, greedy or sampled, and not only equal in distribution.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
 from services.engines.pytorch.config import SpeculationOptions
 from services.engines.pytorch.runners.batch import Chunk
+from services.engines.pytorch.sampling.sampling import Chosen, SamplerState
 from services.engines.pytorch.sequence import TokenSequence
 
 # Makes room for so many tokens more, as far as blocks are free; returns for how many there is room.
@@ -49,3 +55,36 @@ class Drafter:
         limit = min(self._options.max_tokens, budget, left, self._max_context_tokens - len(sequence.tokens) - 1)
         drafts = sequence.drafts.propose(sequence.tokens, self._options.ngram, limit)
         return drafts[: make_room(sequence, len(drafts))] if drafts else ()
+
+
+def sampled_positions(chunks: Sequence[Chunk]) -> list[SamplerState]:
+    """Returns the state of each row of logits, as it is if all drafts before it are confirmed."""
+    return [state for chunk in chunks for state in _states(chunk)]
+
+
+def confirmed(chunk: Chunk, rows: Iterator[Chosen]) -> Chosen:
+    """Takes the chunk's rows, and returns its first token, with those after confirmed drafts in `more`.
+
+    A row that is not a number fails the request, also after a wrong draft: its KV must not stay in a block.
+    """
+    first = next(rows)
+    if not chunk.drafts:
+        return first
+    others = [next(rows) for _ in chunk.drafts]
+    if any(other.token_id is None for other in others):
+        return Chosen(None)
+    more: list[Chosen] = []
+    newest = first
+    for draft, other in zip(chunk.drafts, others, strict=True):
+        if newest.token_id != draft:
+            break
+        more.append(other)
+        newest = other
+    return replace(first, more=tuple(more))
+
+
+def _states(chunk: Chunk) -> Iterator[SamplerState]:
+    state, drafts = chunk.sequence.sampler, chunk.drafts
+    yield state
+    for count in range(1, len(drafts) + 1):
+        yield state.ahead(drafts[:count])

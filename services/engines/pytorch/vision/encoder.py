@@ -18,11 +18,11 @@ from services.engines.base import ModelFacts
 from services.engines.prompt import Embedding, Media
 from services.engines.pytorch.batch_loop import BatchJob, BatchLoop
 from services.engines.pytorch.config import PyTorchConfig
+from services.engines.pytorch.failures import StallDetector
 from services.engines.pytorch.model import checkpoint
 from services.engines.pytorch.model.loading import eos_token_ids, name_of, read_config
 from services.engines.pytorch.model.support import text_shape
 from services.engines.pytorch.part import PyTorchPart
-from services.engines.pytorch.stall_detector import StallDetector
 from services.engines.pytorch.vision.tower import Vision, load_vision
 
 _RETRY_SECONDS = 1.0

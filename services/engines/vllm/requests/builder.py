@@ -13,8 +13,7 @@ from services.engines.running.request_context import current_traceparent
 from services.engines.vllm.lora_slots import VllmLoraSlots
 from services.engines.vllm.package import VllmPackage
 from services.engines.vllm.requests.generation import VllmRequest
-from services.engines.vllm.requests.plan import Plan
-from services.engines.vllm.requests.sampling import TokenBudget, check_guided, check_sampling, sampling_params
+from services.engines.vllm.requests.sampling import Plan, TokenBudget, check_guided, check_sampling, sampling_params
 
 # Blocks that come from another worker are cached under a salt that no other request has: until their owner has
 # confirmed them they may be another request's, and another prompt here must not find them.

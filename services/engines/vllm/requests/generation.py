@@ -10,7 +10,7 @@ from baton.errors import EngineFailed, HandoffLost, Overloaded
 from services.engines.answer import PromptLogprobs, TokenLogprob, Tokens
 from services.engines.external.requests import ExternalGeneration, prompt_logprobs, token_logprob
 from services.engines.vllm.monitoring import metrics
-from services.engines.vllm.requests.plan import Plan
+from services.engines.vllm.requests.sampling import Plan
 
 _FAILED = "error"
 

@@ -1,6 +1,11 @@
 """Our sampling parameters in vLLM's words, one to one; what vLLM would change silently is refused.
 
 Guided decoding by vLLM's structured outputs. Their backend is llguidance, as in our own engine.
+
+vLLM's random numbers follow one another from the start of a request; they are no function of the position. So a sampled
+answer that is continued runs again from its prompt (Plan): the tokens that the client has are computed once more,
+compared and dropped. So does one with penalties on its output, since vLLM counts emitted tokens that are given to it as
+prompt. A greedy answer continues behind its emitted tokens.
 """
 
 from collections import OrderedDict
@@ -15,7 +20,7 @@ from baton.sampling_options import OPTIONS
 from grammars.guide import Guide, GuideKind
 from grammars.source import check_guide, lark_source, may_spell_any, schema_source, unforced_source
 from grammars.tasks import GrammarThread
-from services.engines.prompt import Sampling
+from services.engines.prompt import Prompt, Sampling
 from services.engines.vllm.package import VllmPackage
 
 BACKEND = "guidance"
@@ -140,3 +145,38 @@ def _options(sampling: Sampling) -> dict[str, Any]:
     if sampling.logit_bias:
         options["logit_bias"] = dict(sampling.logit_bias)
     return options
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """vLLM's prompt, and the tokens that it must generate first, which are not yielded again."""
+
+    prompt: tuple[int, ...]
+    known: tuple[int, ...] = ()
+
+    def budget(self, prompt: Prompt, sampling: Sampling, context_tokens: int) -> TokenBudget:
+        """The tokens that vLLM generates, known ones included: up to the request's limit or the model's context."""
+        before = len(self.prompt) - len(prompt.token_ids)
+        most = min(sampling.max_tokens - before, context_tokens - len(self.prompt))
+        return TokenBudget(most, max(0, sampling.min_tokens - before))
+
+
+def must_run_again(sampling: Sampling) -> bool:
+    """True if an answer can only be continued from its start: vLLM also begins a grammar there."""
+    return (
+        sampling.temperature > 0
+        or sampling.guide is not None
+        or bool(sampling.presence_penalty or sampling.frequency_penalty)
+    )
+
+
+def plan(prompt: Prompt, sampling: Sampling) -> Plan:
+    """Returns how a prompt is computed, behind what was emitted already."""
+    if prompt.emitted and must_run_again(sampling):
+        return Plan(prompt.token_ids, prompt.emitted)
+    return Plan(prompt.context)
+
+
+def behind_emitted(prompt: Prompt) -> Plan:
+    """Returns the plan for an answer whose tokens did not come again: it continues behind them, as another sample."""
+    return Plan(prompt.context)

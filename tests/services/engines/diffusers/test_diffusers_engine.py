@@ -31,8 +31,7 @@ from support.engines.pipelines import write_latte, write_wan
 
 from services.engines.diffusers.config import DiffusionConfig
 from services.engines.diffusers.engine import DiffusersEngine
-from services.engines.diffusers.files import mp4
-from services.engines.diffusers.pipeline import pipeline_class
+from services.engines.diffusers.pipeline import mp4, pipeline_class
 
 CHECKPOINT = Path(__file__).parents[4] / "models" / "demo_diffusion"
 CONFIG = DiffusionConfig(model=CHECKPOINT, device="cpu", threads=1, canary_seconds=None)

@@ -19,10 +19,10 @@ from services.engines.base import NotOpened
 from services.engines.prompt import Prompt
 from services.engines.pytorch.config import PyTorchConfig
 from services.engines.pytorch.engine import PyTorchEngine
+from services.engines.pytorch.failures import StallDetector
 from services.engines.pytorch.parallel.followers import check_split
 from services.engines.pytorch.runners.batch import Chunk
 from services.engines.pytorch.runners.runner import InflightStep
-from services.engines.pytorch.stall_detector import StallDetector
 
 POISON = 300
 GOOD = Prompt(tuple(range(20, 70)))

@@ -16,8 +16,7 @@ from services.engines.external.surroundings import free_ports
 from services.engines.registry import describe, read_engine_config
 from services.engines.vllm.config import VllmArguments, VllmConfig
 from services.engines.vllm.factory import check, check_adapters, check_gpus, resolve
-from services.engines.vllm.facts import vllm_facts
-from services.engines.vllm.loading import kv_connectors, together
+from services.engines.vllm.loading import kv_connectors, together, vllm_facts
 from services.engines.vllm.package import VllmPackage, open_vllm_package
 
 FAMILIES = Path(__file__).resolve().parents[4] / "deploy" / "engine_configs"

@@ -12,8 +12,7 @@ from grammars.source import special_token_ids
 from services.engines.prompt import Prompt, Sampling
 from services.engines.vllm.config import VllmConfig
 from services.engines.vllm.factory import check, resolve
-from services.engines.vllm.requests.plan import Plan, plan
-from services.engines.vllm.requests.sampling import GuideChecks, check_guided, structured_outputs
+from services.engines.vllm.requests.sampling import GuideChecks, Plan, check_guided, plan, structured_outputs
 
 SPECIAL = special_token_ids((DEMO / "tokenizer.json").read_bytes())
 CHOICE = Guide(GuideKind.CHOICE, choices=("yes", "no"))

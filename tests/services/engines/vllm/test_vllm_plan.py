@@ -10,8 +10,14 @@ from baton.errors import Unsupported
 from services.engines.external.requests import token_logprob
 from services.engines.prompt import Prompt, Sampling
 from services.engines.vllm.package import VllmPackage
-from services.engines.vllm.requests.plan import Plan, behind_emitted, plan
-from services.engines.vllm.requests.sampling import TokenBudget, check_sampling, sampling_params
+from services.engines.vllm.requests.sampling import (
+    Plan,
+    TokenBudget,
+    behind_emitted,
+    check_sampling,
+    plan,
+    sampling_params,
+)
 
 PROMPT = Prompt((5, 6, 7), emitted=(8, 9))
 GREEDY = Sampling(max_tokens=10, temperature=0.0)

@@ -10,7 +10,7 @@ from baton.errors import EngineFailed
 from services.engines.external.requests import RequestLimits
 from services.engines.vllm.requests.generation import VllmRequest
 from services.engines.vllm.requests.inflight import VllmRequests
-from services.engines.vllm.requests.plan import Plan
+from services.engines.vllm.requests.sampling import Plan
 
 
 class EngineGenerateError(Exception):

@@ -12,7 +12,7 @@ from baton.errors import Unavailable
 from services.engines.external.requests import RequestLimits
 from services.engines.vllm.requests.generation import VllmRequest
 from services.engines.vllm.requests.inflight import VllmRequests
-from services.engines.vllm.requests.plan import Plan
+from services.engines.vllm.requests.sampling import Plan
 from services.engines.vllm.sleeping import VllmSleep
 
 

@@ -12,7 +12,7 @@ from baton.errors import EngineFailed
 from services.engines.answer import Finished, FinishReason, Tokens
 from services.engines.external.requests import RunningStream
 from services.engines.vllm.requests.generation import VllmGeneration, VllmRequest
-from services.engines.vllm.requests.plan import Plan
+from services.engines.vllm.requests.sampling import Plan
 
 END = Finished(FinishReason.LENGTH, 3)
 

@@ -30,8 +30,8 @@ from services.engines.pytorch.parallel.multi_node.link import (
     Welcome,
     receive_message,
     send_message,
+    settings_of,
 )
-from services.engines.pytorch.parallel.multi_node.settings import settings_of
 from services.engines.pytorch.runners.selection import fused_runner
 from services.engines.running import metrics
 

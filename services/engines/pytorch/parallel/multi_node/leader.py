@@ -23,10 +23,11 @@ from services.engines.pytorch.parallel.multi_node.link import (
     Link,
     Refused,
     Welcome,
+    differences,
     receive_message,
     send_message,
+    settings_of,
 )
-from services.engines.pytorch.parallel.multi_node.settings import differences, settings_of
 from services.engines.pytorch.parallel.ranks import Ranks
 from services.engines.pytorch.runners.fused_runner import Sizes
 from services.engines.running import metrics

@@ -9,18 +9,46 @@ import queue
 import socket
 import struct
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 import numpy as np
 
+from baton.errors import ConfigError
+from services.engines.pytorch.config import PyTorchConfig
+from services.engines.pytorch.model import checkpoint
+from services.engines.pytorch.model.loading import choose_device
 from services.engines.pytorch.parallel.messages import Begin, Loaded, NotLoaded, Ready, ZeroBlocks
 from services.engines.pytorch.runners.fused_runner import Sizes
 from services.engines.pytorch.runners.step_tensors import DecodeArrays, StepArrays
 
+_SAME = ("tensor_parallel_size", "dtype", "block_tokens", "max_context_tokens", "max_sequences", "max_step_tokens")
 LENGTHS = struct.Struct("!II")
 """The bytes of a frame after this, and those of them that are its header."""
+
+
+def settings_of(config: PyTorchConfig) -> dict[str, str]:
+    """Returns the settings of this rank that the others must have too. Raises ConfigError without a checkpoint."""
+    try:
+        model = checkpoint.fingerprint(config.model)
+    except OSError as error:
+        raise ConfigError(f"engine.model: {config.model} cannot be read: {error}") from error
+    values = {name: getattr(config, name) for name in _SAME}
+    return {name: str(value) for name, value in values.items()} | {
+        "device": choose_device(config).type,
+        "model": model,
+    }
+
+
+def differences(rank: int, settings: Mapping[str, str], expected: Mapping[str, str]) -> str:
+    """Returns what is different on rank `rank`, naming the keys; empty if nothing is."""
+    found = [
+        f"engine.{name} is {settings.get(name)} on rank {rank} and {value} on rank 0"
+        for name, value in expected.items()
+        if settings.get(name) != value
+    ]
+    return "; ".join(found)
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,8 +25,8 @@ from services.engines.pytorch.parallel.multi_node.link import (
     encode,
     receive_message,
     send_message,
+    settings_of,
 )
-from services.engines.pytorch.parallel.multi_node.settings import settings_of
 from services.engines.pytorch.runners.fused_runner import Sizes
 from services.engines.pytorch.runners.step_tensors import DecodeArrays, StepArrays
 

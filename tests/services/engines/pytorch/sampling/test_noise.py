@@ -4,7 +4,7 @@ import math
 
 import torch
 
-from services.engines.pytorch.sampling.gumbel import gumbel, row_key
+from services.engines.pytorch.sampling.sampling import gumbel, row_key
 
 
 def noise(seed: int, position: int, count: int = 20_000) -> torch.Tensor:

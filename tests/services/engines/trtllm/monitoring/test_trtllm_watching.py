@@ -30,8 +30,8 @@ from runtime.threads import daemon_call
 from services.config import WorkerConfig
 from services.engines.base import Engine
 from services.engines.context import EngineContext
+from services.engines.external import package
 from services.engines.prompt import Prompt
-from services.engines.trtllm import loading
 from services.engines.trtllm.config import TrtllmConfig
 from services.engines.trtllm.factory import open_trtllm, open_trtllm_encoder
 from services.engines.trtllm.requests import inflight
@@ -221,7 +221,7 @@ async def test_its_tracer_is_off_unless_it_is_asked_for(engine: Engine) -> None:
 async def test_an_engine_that_does_not_shut_down_is_left_behind(
     newest: None, checkpoint: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(loading, "_SHUTDOWN_SECONDS", 0.2)
+    monkeypatch.setattr(package, "_SHUTDOWN_SECONDS", 0.2)
     async with trtllm.open_engine(checkpoint):
         RUNNING[0].shutdown_seconds = 8.0
         began = time.monotonic()

@@ -1,10 +1,33 @@
-"""The rules for pictures and clips that a request asks for. Routers check them first, workers again."""
+"""The rules for sampling parameters, pictures and clips. Routers check requests first, workers again."""
 
-from baton.inference.v1 import image_pb2, model_pb2, video_pb2
+from baton.inference.v1 import image_pb2, model_pb2, sampling_pb2, video_pb2
+from baton.sampling_options import OPTIONS, given
 from rpc.violations import Violations
 
+MAX_BIAS = 100.0
 _MOST_GUIDANCE = 100
 _SLOWEST, _FASTEST = 0.1, 240  # frames per second
+
+
+def check_params(path: str, params: sampling_pb2.SamplingParams, violations: Violations) -> None:
+    """Notes each parameter that is set and out of range, below `path`. The length of logit_bias must be bounded."""
+    for name, value in given(params).items():
+        if problem := OPTIONS[name].problem(value):
+            violations.add(f"{path}.{name}", problem)
+    for token_id, bias in params.logit_bias.items():
+        if not abs(bias) <= MAX_BIAS:
+            violations.number(f"{path}.logit_bias[{token_id}]", bias, -MAX_BIAS, MAX_BIAS)
+            if violations.is_full:
+                return
+
+
+def check_bias_ids(path: str, params: sampling_pb2.SamplingParams, vocab_size: int, violations: Violations) -> None:
+    """Notes each token of logit_bias that the vocabulary does not have, below `path`."""
+    for token_id in params.logit_bias:
+        if token_id >= vocab_size:
+            violations.add(f"{path}.logit_bias[{token_id}]", f"the vocabulary ends at {vocab_size - 1}")
+            if violations.is_full:
+                return
 
 
 def check_options(options: image_pb2.ImageOptions, rules: model_pb2.ImageGeneration, violations: Violations) -> None:
