@@ -53,7 +53,7 @@ class Streams:
     def __init__(
         self, client: AsyncClient, options: argparse.Namespace, vocabulary: int, keep_seconds: int = 0
     ) -> None:
-        self._client = client
+        self.client = client
         self._keep_seconds = keep_seconds
         self._answer = options.answer
         source = Random(1)
@@ -73,7 +73,7 @@ class Streams:
         if self._keep_seconds:
             request.response.keep.seconds = self._keep_seconds
         answer = self.answers[number]
-        async with self._client.generate(request, timeout_seconds=240) as events:
+        async with self.client.generate(request, timeout_seconds=240) as events:
             async for event in events:
                 answer.times += [time.perf_counter()] * len(event.token.token_ids)
                 answer.ids += event.token.token_ids

@@ -1,6 +1,7 @@
 """A worker on a GPU whose memory is kept is killed: how long until it answers, and what becomes of its streams?
 
     python -m benchmarks.one_gpu.kept [--only restart,kills,cost] [--kills 20] [--streams 64] [--prompt 4000] [--small]
+        [--losses SIGKILL]
 
 A Llama of 8B shape with made-up bfloat16 weights, or with --small a little one in float32, whose greedy ids can be
 compared whatever else is in a batch. `restart` counts from the kill to the end of a call of one token, which begins
@@ -12,6 +13,7 @@ steps of as many sequences by two engines in one process, one of which keeps, in
 import argparse
 import asyncio
 import random
+import signal
 import statistics
 import time
 from collections.abc import AsyncIterator, Sequence
@@ -167,7 +169,7 @@ async def _round(
             break
         times.append(time.perf_counter())
         outcome.kills += 1
-        worker_process().kill()
+        await _lose(streams, options.losses[(outcome.kills - 1) % len(options.losses)])
         while not task.done() and not _gone_on(streams.answers, times[-1] + _UNDER_WAY_SECONDS):  # noqa: ASYNC110
             await asyncio.sleep(0.005)
         took = time.perf_counter() - times[-1]
@@ -180,6 +182,18 @@ async def _round(
         outcome.failed += sum(not answer.has_ended for answer in streams.answers)
     for answer, wanted in zip(streams.answers, expected, strict=True):
         _compare(answer, wanted, times, outcome)
+
+
+async def _lose(streams: Streams, how: str) -> None:
+    """Sends the worker a signal, or has it upgraded while the streams decode."""
+    if how != "upgrade":
+        worker_process().send_signal(signal.Signals[how])
+        return
+    began = time.perf_counter()
+    await streams.client.upgrade_worker("kept", timeout_seconds=60)
+    await asyncio.sleep(0.5)
+    pairs = [pair for answer in streams.answers for pair in pairwise(answer.times) if pair[1] > began]
+    say("upgraded", seconds=time.perf_counter() - began - 0.5, gap_most_s=max(b - a for a, b in pairs))
 
 
 def _compare(answer: Answer, wanted: Answer, times: Sequence[float], outcome: Outcome) -> None:
@@ -294,6 +308,7 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=32)
     parser.add_argument("--restarts", type=int, default=5)
     parser.add_argument("--kills", type=int, default=5 if TINY else 20)
+    parser.add_argument("--losses", default="SIGKILL", help="signals, or `upgrade`, in turn")
     parser.add_argument("--streams", type=int, default=4 if TINY else 64)
     parser.add_argument("--prompt", type=int, default=200 if TINY else 4000, help="tokens")
     parser.add_argument("--answer", type=int, default=3900, help="tokens")
@@ -305,6 +320,7 @@ def main() -> None:
     parser.add_argument("--small", action="store_true")
     parser.add_argument("--pool-gib", type=float, default=0.0625 if TINY else None)
     options = parser.parse_args()
+    options.losses = options.losses.split(",")
     shape = small_shape() if options.small or TINY else big_shape(options.layers)
     with folder_of(shape) as folder:
         if not set(options.only.split(",")).isdisjoint({"restart", "kills"}):

@@ -2,7 +2,7 @@
 
 import mmap
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
 from services.engines.kv import BlockWriter
@@ -63,6 +63,16 @@ def runs(block_ids: Sequence[int]) -> list[tuple[int, int]]:
             found[-1] = (found[-1][0], found[-1][1] + 1)
         else:
             found.append((block, 1))
+    return found
+
+
+def gaps(block_ids: Collection[int], num_blocks: int) -> list[tuple[int, int]]:
+    """Returns all other ids below `num_blocks` as (first, count), in order."""
+    found, start = [], 0
+    for block in [*sorted(block_ids), num_blocks]:
+        if block > start:
+            found.append((start, block - start))
+        start = block + 1
     return found
 
 

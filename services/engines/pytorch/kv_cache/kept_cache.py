@@ -13,6 +13,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
 
+import numpy as np
 import structlog
 import torch
 
@@ -178,7 +179,7 @@ class KeptCache:
         for block in {block for one in decodes for block in one.blocks[one.computed // self._block_tokens :]}:
             # Its decode writes into it: that the step which filled it came to its end is not in the journal.
             self.erased(block)
-        sealed = {block for block in range(1, self._memory.num_blocks) if self._seal(block) != _NO_SEAL}
+        sealed = self._sealed()
         found = self._whole(sealed)
         owners = Counter(block for one in decodes for block in one.blocks)
         # Two decodes may share what is sealed. What is in the table of one alone is its own, as the order of writes is.
@@ -203,6 +204,11 @@ class KeptCache:
             self.erased(block)
         for one in decodes:
             one.blocks, one.computed = [], 0
+
+    def _sealed(self) -> set[int]:
+        """The blocks that have a seal."""
+        seals = np.frombuffer(self._seals, np.uint64).reshape(self._memory.num_blocks, -1)
+        return set(np.flatnonzero(seals.any(axis=1)).tolist()) - {0}
 
     def _whole(self, sealed: Collection[int]) -> dict[int, bytes]:
         """The sealed blocks whose content is what the seal says, the last first."""

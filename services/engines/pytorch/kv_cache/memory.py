@@ -19,7 +19,7 @@ from services.engines.memory.device_memory import (
     DeviceStaging,
     DeviceUnavailable,
 )
-from services.engines.memory.shared_pool import ViewWriter, block_views, runs
+from services.engines.memory.shared_pool import ViewWriter, block_views, gaps, runs
 from services.engines.pytorch.kv_cache.cuda_ipc import attach_pool, export_pool
 from services.engines.pytorch.kv_cache.digester import Digester, Digests
 from services.engines.seals import host_digests
@@ -101,7 +101,7 @@ class HostMemory(BlockMemory):
 
     def clear_all_but(self, blocks: Collection[int]) -> None:
         """Zeroes all other blocks, and frees their memory."""
-        for block, count in runs([block for block in range(self._num_blocks) if block not in blocks]):
+        for block, count in gaps(blocks, self._num_blocks):
             start, end = block * self._block_bytes, (block + count) * self._block_bytes
             # Whole pages are freed; the rest of a page is another block's.
             first, last = -(-start // mmap.PAGESIZE) * mmap.PAGESIZE, end // mmap.PAGESIZE * mmap.PAGESIZE
@@ -201,7 +201,7 @@ class DeviceMemory(BlockMemory):
     def clear_all_but(self, blocks: Collection[int]) -> None:
         """Zeroes all other blocks."""
         with torch.inference_mode(), torch.cuda.stream(self._stream):
-            for first, count in runs([block for block in range(self.num_blocks) if block not in blocks]):
+            for first, count in gaps(blocks, self.num_blocks):
                 self._bytes[first : first + count].zero_()
         self._stream.synchronize()
 
