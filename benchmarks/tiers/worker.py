@@ -135,7 +135,7 @@ class Worker:
         return sum(self.directory.lose(block_hash) for block_hash in hashes)
 
     def leave_first(self, hashes: Sequence[bytes]) -> None:
-        """As KvTiers.leave_first."""
+        """Lets them leave first, as KvTiers does."""
         self.directory.leave_first(hashes)
 
     def run(self, job: Job) -> None:
