@@ -12,13 +12,13 @@ messages of the API are in `baton.inference.v1`, such as `baton.inference.v1.gen
 |---|---|
 | client, async_client | `Client` and `AsyncClient` |
 | generation/ | the answers that they stream, which go on after a loss |
-| requests | from arguments to messages |
+| requests, images | from arguments to messages |
 | cluster_requests, drawing_requests | the same of operators' methods, and of those that draw |
 | records | records of requests: digests, and bundles in files |
 | enum_names | the values of enums in words |
 | sampling_options | the numbers of sampling: one row each, from which all façades derive theirs |
 | errors, error_details | the error classes; which one a failed call stands for |
-| files | files that a user names, read within a limit; images, as messages have them |
+| files | files that a user names, read within a limit |
 | calls | calls on stubs that raise these errors |
 | version | the version of the client, and of all of Baton |
 | connection/ | `Tls`, `Retry`; channels, metadata and spans of calls |

@@ -6,8 +6,9 @@ import sys
 from pathlib import Path
 
 from baton.errors import InvalidRequest
-from baton.files import LARGEST_REQUEST_BYTES, Image, media_item, read_file, user_message
+from baton.files import LARGEST_REQUEST_BYTES, read_file
 from baton.generation import requests
+from baton.images import Image, media_item, user_message
 from baton.inference.v1 import generate_pb2
 from baton.sampling_options import OPTIONS
 

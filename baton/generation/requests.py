@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from baton.files import Image, user_message
+from baton.images import Image, user_message
 from baton.inference.v1 import generate_pb2, sampling_pb2
 from baton.requests import UnaryCall, set_field, whole
 from baton.sampling_options import OPTIONS, SamplingNumbers

@@ -12,7 +12,8 @@ from typing import Any
 
 from baton import AsyncClient
 from baton.errors import BatonError
-from baton.files import LARGEST_REQUEST_BYTES, Image, media_item, user_message
+from baton.files import LARGEST_REQUEST_BYTES
+from baton.images import Image, media_item, user_message
 from baton.inference.v1 import generate_pb2
 from cli.connection import connect
 from cli.failures import describe

@@ -6,7 +6,7 @@ from typing import Protocol
 
 from baton import AsyncClient
 from baton.errors import BatonError
-from baton.files import user_message
+from baton.images import user_message
 from baton.inference.v1 import generate_pb2, sampling_pb2
 from devtools.bench.workload import Planned
 

@@ -124,12 +124,16 @@ class ProcessGroup:
 
     async def _all_listen(self, stopping: asyncio.Event) -> None:
         stopped = asyncio.ensure_future(stopping.wait())
-        listening = asyncio.gather(*(each.listens.wait() for each in self._processes))
+        listening = asyncio.ensure_future(self._each_listens())
         try:
             await asyncio.wait((stopped, listening), return_when=asyncio.FIRST_COMPLETED)
         finally:
             stopped.cancel()
             listening.cancel()
+
+    async def _each_listens(self) -> None:
+        for each in self._processes:
+            await each.listens.wait()
 
     async def _ended(self, keeping: Iterable["asyncio.Task[None]"]) -> None:
         try:

@@ -8,7 +8,8 @@ import pytest
 
 from baton import Tls
 from baton.errors import ConfigError, InvalidRequest
-from baton.files import media_item, read_file
+from baton.files import read_file
+from baton.images import media_item
 from cli.arguments import parse
 from cli.connection import find_credentials
 from cli.request import build

@@ -10,7 +10,7 @@ from support.images.simulated_workers import IMAGE_TOKENS, multimodal
 
 from baton import AsyncClient
 from baton.errors import InvalidRequest
-from baton.files import Image
+from baton.images import Image
 from baton.inference.v1 import generate_pb2
 from cli.arguments import parse
 from cli.request import build

@@ -17,7 +17,7 @@ from support.clients.scraping import scrape
 from support.eventually import eventually
 
 from baton import AsyncClient
-from baton.files import user_message
+from baton.images import user_message
 from baton.inference.v1 import generate_pb2
 from cli.commands.generate import client_spans
 from cli.local import lifecycle

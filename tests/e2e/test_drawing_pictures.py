@@ -7,7 +7,7 @@ from support.cluster.in_process import PATIENT, Bench, bench
 from support.engines.checkpoints import DEMO
 
 from baton import AsyncClient
-from baton.files import user_message
+from baton.images import user_message
 from services.config import WorkerConfig
 from services.engines.diffusers.config import DiffusionConfig
 from services.engines.pytorch.config import PyTorchConfig

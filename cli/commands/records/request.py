@@ -7,7 +7,8 @@ from google.protobuf import json_format
 
 from baton import records
 from baton.errors import InvalidRequest
-from baton.files import LARGEST_REQUEST_BYTES, read_file, user_message
+from baton.files import LARGEST_REQUEST_BYTES, read_file
+from baton.images import user_message
 from baton.inference.v1 import generate_pb2, record_pb2
 from cli.connection import connect
 from cli.outputs import write_text
