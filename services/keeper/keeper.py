@@ -7,15 +7,17 @@ import socket
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import NoReturn
+from functools import partial
+from typing import NoReturn, TypeVar
 
 from runtime.clock import monotonic
 from services.keeper.child import Ending, start
 from services.keeper.fork_server import IMPORTS, adopt_orphans, fork, reap_adopted
 from services.keeper.memory import KeptDescriptors
 from services.keeper.messages import Answer, KeeperLost
-from services.keeper.process import Process, Successor
+from services.keeper.process import Process, Start, Successor
 
+_Made = TypeVar("_Made", Process, Successor)
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 # A worker that has lived for so long since its first beat has started well.
 _PROVEN_SECONDS = 30.0
@@ -67,7 +69,9 @@ class Keeper:
     def _start(self, signals: socket.socket, successor: Process | None) -> "_Life | None":
         """Starts a worker unless there is a successor; None if there is no room for it, or no program."""
         try:
-            process = successor or Process(self._start_or_fork, self._kept, self._hello())
+            process = successor
+            if process is None:
+                process = self._forked_or_started(partial(Process, memory=self._kept, hello=self._hello()))
         except OSError as error:
             say(f"the worker cannot be started: {error}")
             return None
@@ -77,20 +81,24 @@ class Keeper:
         """Starts the next process: `anew` if it is to have the code and configuration of now."""
         self._starts += 1
         hello = Answer(starts=self._starts - 1, ended_by="upgrade", is_successor=True)
-        return Successor(self._start_anew if anew else self._start_or_fork, self._kept, hello)
+        make = partial(Successor, kept=self._kept, hello=hello)
+        return make(self._start_anew) if anew else self._forked_or_started(make)
 
     def _start_anew(self, end: socket.socket) -> int:
         return start(self._command, end)
 
-    def _start_or_fork(self, end: socket.socket) -> int:
-        """Forks a process that has imported its code already, if the worker has left one that can be forked."""
+    def _forked_or_started(self, make: Callable[[Start], _Made]) -> _Made:
+        """Makes a process that has imported its code already, if the worker has left one that can be forked.
+
+        A fork server that hangs may fork later: that process has a conversation which has ended.
+        """
         if server := self._kept.get(IMPORTS, "").descriptors:
             try:
-                return fork(server[0], end)
+                return make(partial(fork, server[0]))
             except KeeperLost as error:
                 say(f"kept imports freed: {error}")
                 self._kept.drop(IMPORTS)
-        return self._start_anew(end)
+        return make(self._start_anew)
 
     def _is_over(self, ending: Ending, life: "_Life | None", signals: socket.socket) -> bool:
         """True if no other process follows this one; notes its failure otherwise."""

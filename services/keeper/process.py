@@ -8,21 +8,21 @@ from runtime.clock import monotonic
 from services.keeper.child import Child, Ending
 from services.keeper.conversation import Conversation
 from services.keeper.memory import KeptDescriptors, SuccessorsMemory
-from services.keeper.messages import Answer, pair
+from services.keeper.messages import Answer, KeeperLost, pair
 
 Start = Callable[[socket.socket], int]
-"""Starts a process with this end of its conversation, and returns its id. Raises OSError."""
+"""Starts a process with this end of its conversation, and returns its id. Raises OSError or KeeperLost."""
 
 
 class Process:
-    """Starts a process. Raises OSError if the system has no room for one, or the program is not there."""
+    """Starts a process. Raises what `start` does; one that comes all the same, and late, finds no keeper."""
 
     def __init__(self, start: Start, memory: KeptDescriptors | SuccessorsMemory, hello: Answer) -> None:
         own, end = pair()
         try:
             with end:
                 self.child = Child(start(end))
-        except OSError:
+        except (OSError, KeeperLost):
             own.close()
             raise
         self.worker = Conversation(own, memory, hello, self.child.pid)

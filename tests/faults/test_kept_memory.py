@@ -103,7 +103,7 @@ _expected: list[Answer] = []
 
 
 async def _undisturbed(stub: InferenceServiceStub) -> Sequence[Answer]:
-    """The answers to `_requests`, which are the same in each deployment, whoever keeps them."""
+    """Returns undisturbed answers to `_requests`. Every deployment gives the same, so they are asked for once."""
     if not _expected:
         _expected.extend(await _answers(stub))
     return _expected

@@ -88,6 +88,29 @@ def test_a_server_that_is_lost_or_hangs_is_replaced_by_a_start(tmp_path: Path, n
     assert not is_forked(run, 1)
 
 
+def test_a_process_that_a_hanging_server_forks_too_late_takes_no_part(tmp_path: Path) -> None:
+    with keeper(tmp_path, "imports+put:kv:one+watch:600+wait", "get:kv:one+watch:600+wait") as run:
+        first = run.pid(0)
+        run.until(lambda _: bool(servers_of(run)))
+        [server] = servers_of(run)
+        server.suspend()
+        os.kill(first, signal.SIGKILL)
+        second = run.pid(1)
+        descriptor = os.pidfd_open(server.pid)
+        server.resume()
+        assert select.select([descriptor], [], [], SECONDS)[0]
+        run.until(lambda _: _workers(run) == {second})
+        run.popen.terminate()
+        run.ended()
+    assert not is_forked(run, 1)
+    assert run.notes.count("1 found kv ['kv of one'] stale ''") == 1
+
+
+def _workers(run: Run) -> set[int]:
+    children = psutil.Process(run.popen.pid).children()
+    return {each.pid for each in children if each.status() != psutil.STATUS_ZOMBIE and each.name() != NAME}
+
+
 def test_a_process_that_fails_before_it_is_ready_is_not_followed_by_a_forked_one(tmp_path: Path) -> None:
     lives = "watch:600+beat:2+die:SIGKILL"
     with keeper(tmp_path, f"imports+{lives}", "exit:1", lives, "exit:0") as run:
