@@ -2,7 +2,8 @@
 
 engine.py          the skeleton of such an engine
 requests.py        the requests inside it, their answers, and reports of log probabilities, in our words
-surroundings.py    free ports and the environment, for its start; the metrics of its package
+families.py        the metrics of its package
+surroundings.py    free ports and the environment, for its start
 package.py         imports its package, and checks the version; the layout of its KV, from the checkpoint
 held_kv.py         KV that waits inside such an engine for its reader, and how much of it there is
 argument_places.py the engine's arguments from several places

@@ -1,17 +1,11 @@
-"""The surroundings of an engine of another package: free ports, variables of the environment, and its metrics."""
+"""The surroundings in which an engine of another package starts: free ports, and variables of the environment."""
 
 import os
 import random
 import socket
-from collections.abc import Iterable, Iterator, Mapping
-
-from prometheus_client import REGISTRY as LIBRARY_REGISTRY
-from prometheus_client import CollectorRegistry, Metric
-from prometheus_client.registry import Collector
-from typing_extensions import Self
+from collections.abc import Mapping
 
 from baton.errors import ConfigError
-from runtime.telemetry.metrics import REGISTRY
 
 _PORTS = range(20_000, 32_000)
 
@@ -53,33 +47,3 @@ class EnvironmentVariables:
                 os.environ.pop(name, None)
             else:
                 os.environ[name] = value
-
-
-class PackageFamilies(Collector):
-    """The families whose names begin with `prefix`, of `written` and of Prometheus' global registry, which is not
-    served here. Those of its own processes a package writes into files, which `written` reads. A context manager.
-    """
-
-    def __init__(self, prefix: str, written: CollectorRegistry | None = None) -> None:
-        self._prefix = prefix
-        self._written = written or CollectorRegistry()
-
-    def collect(self) -> Iterator[Metric]:
-        """Returns the families for a scrape."""
-        written = list(self._written.collect())
-        yield from written
-        names = {family.name for family in written}
-        for family in LIBRARY_REGISTRY.collect():
-            if family.name.startswith(self._prefix) and family.name not in names:
-                yield family
-
-    def describe(self) -> Iterable[Metric]:
-        """Returns nothing: the families depend on the version."""
-        return ()
-
-    def __enter__(self) -> Self:
-        REGISTRY.register(self)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        REGISTRY.unregister(self)

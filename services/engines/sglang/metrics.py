@@ -4,7 +4,7 @@ from prometheus_client import CollectorRegistry
 from prometheus_client.multiprocess import MultiProcessCollector
 
 from runtime.telemetry.metrics import counter, gauge
-from services.engines.external.surroundings import PackageFamilies
+from services.engines.external.families import PackageFamilies
 
 ROOMS = gauge(
     "baton_sglang_rooms_open", "Prompts for which SGLang has allocated blocks, and whose KV has not come yet."

@@ -15,9 +15,9 @@ from runtime.aio import timeout
 from services.engines.answer import Finished, FinishReason, Tokens
 from services.engines.base import EngineLoad
 from services.engines.external.engine import CANARY_SALT, ExternalEngine
+from services.engines.external.families import PackageFamilies
 from services.engines.external.package import shut_down
 from services.engines.external.requests import RequestLimits, RunningStream
-from services.engines.external.surroundings import PackageFamilies
 from services.engines.kv_events import KvChange
 from services.engines.kv_transfer import RemoteKv
 from services.engines.lora.adapters import LoraAdapters

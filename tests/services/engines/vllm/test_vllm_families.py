@@ -8,7 +8,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 import services.engines.vllm.monitoring.metrics  # noqa: F401 - it registers ours
 from runtime.telemetry.metrics import REGISTRY
-from services.engines.external.surroundings import PackageFamilies
+from services.engines.external.families import PackageFamilies
 
 
 def test_one_scrape_has_ours_and_vllms_families_and_each_series_once() -> None:
