@@ -12,6 +12,7 @@ journal/          kept decodes in shared memory, for the next process of a worke
 seals.py          seals of blocks that leave a pool, and digests of their contents
 kv.py             KV blocks: layout, memory, owners
 kv_events.py      events of prefix caches
+guidance/         grammars of guided decoding: compiled, and the masks of a step
 lora/             adapters: reading them in PEFT's layout, and keeping account of them
 running/          generations, test requests, and what engines count
 external/         what engines have in common that transfer KV themselves

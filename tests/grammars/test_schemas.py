@@ -16,7 +16,7 @@ from baton.errors import InvalidRequest
 from grammars.guide import Guide, GuideKind
 from grammars.source import PARSER_LIMITS, check_guide, grammar_source
 from services.engines.base import ModelFiles
-from services.engines.pytorch.guidance.vocabulary import open_vocabulary
+from services.engines.guidance.vocabulary import open_vocabulary
 
 END = 2
 VOCABULARY = open_vocabulary(ModelFiles(tokenizer_json=(DEMO / "tokenizer.json").read_bytes()), 768, (END,))

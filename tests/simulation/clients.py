@@ -15,6 +15,7 @@ from baton.inference.v1 import inference_service_pb2_grpc
 from simulation.channel import SimulatedChannel
 from simulation.entropy import Time
 from simulation.facades import HttpCall, KServeCall, KServeStream
+from simulation.guided import GUIDED
 from simulation.plan import CLIENTS, Request
 from simulation.reference import picture_of, prompt_of, text_of
 
@@ -252,5 +253,7 @@ class Client:
             message.sampling.n = asked.answers
         message.stopping.max_tokens = asked.tokens
         message.stopping.ignore_eos = True
+        if asked.guided:
+            message.guided.CopyFrom(GUIDED[asked.guided])
         message.response.min_tokens_per_message = asked.together
         return message

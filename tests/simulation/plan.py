@@ -36,6 +36,7 @@ _BUSY_SECONDS = 20.0  # that all requests take, if each answer is as long as may
 # OpenAI's completions and conversations; KServe's whole answers and streams.
 HTTP_APIS, KSERVE_APIS = ("openai", "chat"), ("kserve", "kserve_stream")
 APIS = HTTP_APIS + KSERVE_APIS
+GUIDES = ("choice", "regex", "json")
 CLIENTS = ("client-0", "client-1", "client-2", "client-3")
 
 
@@ -125,6 +126,7 @@ class Request:
     tenant: str = ""
     api: str = ""  # or one of APIS
     answers: int = 1
+    guided: str = ""  # or one of GUIDES: the answer follows that grammar
 
     @property
     def disturbs(self) -> bool:
@@ -190,6 +192,7 @@ def make_plan(seed: int, profile: str, count: int = 50) -> Plan:
     fleet = _fleet(draw, profile)
     seconds = count * draw.choice((0.01, 0.03, 0.1, 0.2))
     requests = tuple(sorted(_requests(draw, fleet, profile, count, seconds), key=lambda one: one.at))
+    requests = _guided(random.Random(f"guided-{profile}-{seed}"), requests)
     every, longest = 0.0, 0.0
     if profile != "plain" and draw.random() < 0.7:
         every, longest = draw.choice((0.008, 0.02, 0.1)), draw.choice((0.005, 0.03, 0.1))
@@ -303,6 +306,16 @@ def _requests(draw: random.Random, fleet: Fleet, profile: str, count: int, secon
                 values |= _slow(draw)
         found.append(Request(**values))
     return found
+
+
+def _guided(draw: random.Random, requests: tuple[Request, ...]) -> tuple[Request, ...]:
+    """In some seeds a part of the answers follow grammars. Drawn apart, so that all else of a seed stays as it is."""
+    share = draw.choice((0.0, 0.0, 0.3, 0.7))
+    is_guided = [not asked.api and draw.random() < share for asked in requests]
+    return tuple(
+        replace(asked, guided=draw.choice(GUIDES)) if guided else asked
+        for asked, guided in zip(requests, is_guided, strict=True)
+    )
 
 
 def _longest_answer(fleet: Fleet, count: int) -> int:

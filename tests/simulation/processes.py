@@ -112,6 +112,7 @@ def worker_of(plan: Plan, node: Node, registry: Any, group: Path) -> Any:
         image_tokens=4,
         image_hidden_size=fleet.image_hidden_size,
         wake_seconds=_WAKE_SECONDS,
+        guided_decoding=any(asked.guided for asked in plan.requests),
     )
     shares = fleet.shares_memory and role == "mixed"
     config = WorkerConfig(

@@ -7,6 +7,7 @@ from io import BytesIO
 
 from PIL import Image
 
+from simulation.guided import END_ID, Follower
 from simulation.plan import KSERVE_APIS, Request
 
 _LETTERS = tuple(b"abcdefghijklmnopqrstuvwxyz ")
@@ -38,7 +39,7 @@ def picture_of(asked: Request) -> bytes:
 
 
 def reference(asked: Request) -> list[int]:
-    """The whole answer to a request."""
+    """The whole answer to a request, with the end of the sequence if it is guided and ends before its last token."""
     state = hashlib.blake2b(asked.seed.to_bytes(8, "little"), digest_size=8)
     prompt = prompt_of(asked)
     if asked.image:
@@ -47,11 +48,18 @@ def reference(asked: Request) -> list[int]:
         prompt = [_IMAGE_ID] * _IMAGE_TOKENS + list(text_of(asked).removeprefix("<image>").encode())
     state.update(array("I", prompt).tobytes())
     ids: list[int] = []
-    for _ in range(asked.tokens):
+    follower = Follower(asked.guided) if asked.guided else None
+    while len(ids) < asked.tokens and ids[-1:] != [END_ID]:
         value = int.from_bytes(state.digest(), "little")
-        ids.append(_LETTERS[(value >> 32) % len(_LETTERS)])
+        possible = follower.after(ids[-1:]) if follower else _LETTERS
+        ids.append(possible[(value >> 32) % len(possible)])
         state.update(array("I", ids[-1:]).tobytes())
     return ids
+
+
+def text_of_ids(ids: list[int]) -> str:
+    """The text of an answer, of which the end of the sequence is no part."""
+    return bytes(ids[:-1] if ids[-1:] == [END_ID] else ids).decode()
 
 
 def _picture(index: int) -> bytes:

@@ -23,7 +23,6 @@ kernels/          operations of the fused model, in PyTorch and in Triton
 kv_cache/         the block pool, its memory, held KV, CUDA IPC
 parallel/         a model split among processes: tensor parallelism
 lora/             adapters: computing them, several in one step
-guidance/         grammars of guided decoding: compiled, and the masks of a step
 speculation/      drafts of several tokens, verified in one step
 sampling/         choosing the next tokens
 vision/           images, vision tower, and the encoder

@@ -10,12 +10,12 @@ from dataclasses import dataclass
 from baton.errors import BatonError, HandoffLost, InvalidRequest
 from services.engines.base import EngineLoad, ModelFacts
 from services.engines.context import KeptMemory
+from services.engines.guidance.vocabulary import open_vocabulary
 from services.engines.journal.journal import FoundDecode, Journal
 from services.engines.kv import packed_ids
 from services.engines.memory.allocation import UNSHARED, AllocationRules, no_free_blocks
 from services.engines.prompt import Prompt, Sampling
 from services.engines.pytorch.config import PyTorchConfig
-from services.engines.pytorch.guidance.vocabulary import open_vocabulary
 from services.engines.pytorch.kv_cache.blocks import HashChain
 from services.engines.pytorch.kv_cache.events import CacheListener
 from services.engines.pytorch.kv_cache.memory import HostMemory

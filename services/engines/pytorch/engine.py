@@ -15,6 +15,7 @@ from runtime.aio import retrieved
 from runtime.threads import of_many
 from services.engines.base import Engine, EngineLoad, ModelFacts, PromptProgress
 from services.engines.context import KeptMemory
+from services.engines.guidance.compiler import GrammarCompiler
 from services.engines.journal.journal import Journal, RecoveredDecode
 from services.engines.kv import BlockMemory, HeldKv, PulledKv
 from services.engines.kv_events import KvChange, KvPublisher
@@ -26,7 +27,6 @@ from services.engines.pytorch.config import PyTorchConfig
 from services.engines.pytorch.core import EngineCore
 from services.engines.pytorch.engine_loop import EngineLoop
 from services.engines.pytorch.failures import StallDetector
-from services.engines.pytorch.guidance.compiler import GrammarCompiler
 from services.engines.pytorch.kv_cache.blocks import HashChain
 from services.engines.pytorch.kv_cache.events import CacheEvents
 from services.engines.pytorch.kv_cache.held_kv import HeldPrompt, Loan, ReservedBlocks, hold_prefix, lend

@@ -45,6 +45,7 @@ class SimulatedConfig(EngineConfig):
         default=None, description="The costs of a measured model, instead of the three above."
     )
     end_probability: float = Field(default=0.0, ge=0, lt=1, description="Of the end of sequence, at each token.")
+    guided_decoding: bool = Field(default=False, description="Whether answers follow the grammars of requests.")
     fail_after_tokens: int = Field(default=0, ge=0, description="Then the whole engine fails; 0 is never.")
     kv_events: bool = Field(default=True, description="Whether the worker reports the content of its prefix cache.")
     allow_faults: bool = Field(default=False, description="Whether requests may bring x-baton-fault.")

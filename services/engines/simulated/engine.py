@@ -13,13 +13,15 @@ from functools import partial
 
 from typing_extensions import Self
 
-from baton.errors import EngineFailed, InvalidRequest, Unsupported
+from baton.errors import ConfigError, EngineFailed, InvalidRequest, Unsupported
 from rpc.violations import Violations
 from runtime.aio import TaskGroup
 from runtime.clock import monotonic
 from runtime.threads import of_many
 from services.engines.answer import Finished, FinishReason, Tokens
 from services.engines.base import Engine, EngineLoad, ModelFacts, PromptProgress
+from services.engines.guidance.compiler import GrammarCompiler
+from services.engines.guidance.vocabulary import open_vocabulary
 from services.engines.kv import PulledKv
 from services.engines.kv_events import KvChange
 from services.engines.memory.allocation import UNSHARED, AllocationRules, uncount
@@ -54,6 +56,7 @@ class SimulatedEngine(Engine):
         self._memory = self._resources.enter_context(SharedPool(num_blocks, self._config.block_bytes))
         self._ranks = SimulatedRanks(self._config, self._vocabulary, self._memory, self._parts)
         await asyncio.sleep(self._config.load_seconds)
+        self._grammars = self._open_grammars()
         layout = kv_layout(self._config, self._vocabulary)
         self._facts = model_facts(self._config, self._vocabulary, layout, monotonic() - started)
         self._group = await self._tasks.enter_async_context(TaskGroup())
@@ -68,6 +71,17 @@ class SimulatedEngine(Engine):
         finally:
             self._ranks.fail(EngineFailed("the engine is closed"))
             self._resources.close()
+
+    def _open_grammars(self) -> GrammarCompiler | None:
+        if not self._config.guided_decoding:
+            return None
+        known = self._vocabulary
+        vocabulary = open_vocabulary(known.files, known.size, (known.eos_token_id,))
+        if vocabulary is None:
+            raise ConfigError("engine.guided_decoding: the model's tokenizer cannot be used for it")
+        grammars = GrammarCompiler(vocabulary)
+        self._resources.callback(grammars.close)
+        return grammars
 
     @property
     def facts(self) -> ModelFacts:
@@ -235,9 +249,15 @@ class SimulatedEngine(Engine):
             register(sequence.blocks[start:end], sequence.hashes[start:end])
 
     async def _prepare(self, sequence: Sequence) -> None:
-        """Prepares a sequence of ids of the vocabulary."""
+        """Prepares a sequence of ids of the vocabulary, and its place in its grammar."""
         await of_many(sequence.prompt.num_tokens, partial(self._check_ids, sequence.prompt))
         await of_many(sequence.prompt.num_tokens, sequence.prepare)
+        guide = sequence.sampling.guide
+        if guide is None:
+            return
+        if self._grammars is None:
+            raise Unsupported(f"{self._facts.name} has no guided decoding")
+        sequence.follow(await self._grammars.guidance(guide, sequence.prompt.emitted))
 
     def _check_ids(self, prompt: Prompt) -> None:
         violations = Violations()

@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import Callable
 from collections.abc import Sequence as Items
 
-from baton.errors import EngineFailed, HandoffLost, Overloaded
+from baton.errors import BatonError, EngineFailed, HandoffLost, InvalidRequest, Overloaded
 from runtime.aio import timeout
 from runtime.clock import monotonic
 from services.engines.answer import FinishReason
@@ -305,7 +305,11 @@ class SimulatedScheduler:
         if kept and await self._changed(self._rules.held_wait_seconds):
             return
         sequence = next(reversed(self.running))
-        sequence.error = HandoffLost("its blocks were needed, and without the embeddings it cannot be run again here")
+        reason = "its blocks were needed, and without the embeddings it cannot be run again here"
+        self._fail_one(sequence, HandoffLost(reason))
+
+    def _fail_one(self, sequence: Sequence, error: BatonError) -> None:
+        sequence.error = error
         self.drop(sequence)
         sequence.changed.set()
 
@@ -360,7 +364,11 @@ class SimulatedScheduler:
 
     def _generate(self, sequence: Sequence) -> None:
         self._fail_if_it_is_time()
-        token_id = sequence.grow()
+        try:
+            token_id = sequence.grow()
+        except InvalidRequest as failure:  # of a grammar that cannot be followed
+            self._fail_one(sequence, failure)
+            return
         sampling = sequence.sampling
         if sampling.logprobs is not None:
             sequence.logprobs.append(logprob(token_id, sampling.logprobs, self._vocabulary))

@@ -9,6 +9,7 @@ from engine_protocol.prefix_hash import block_hash, block_hashes, media_key, roo
 from runtime.clock import monotonic
 from services.engines.answer import Finished, FinishReason, TokenLogprob, Tokens
 from services.engines.base import PromptProgress
+from services.engines.guidance.guidance import Guidance
 from services.engines.prompt import Prompt, Sampling
 from services.engines.simulated.tokens import TokenStream
 
@@ -49,6 +50,10 @@ class Sequence:
         self._stream.see(media_key(prompt.media, 0, prompt.num_tokens))
         self._stream.extend(prompt.context)
         self.ids = list(prompt.context)
+
+    def follow(self, guidance: Guidance) -> None:
+        """Has the answer follow a grammar, which has followed the ids so far."""
+        self._stream.guidance = guidance
 
     @property
     def reserves(self) -> bool:

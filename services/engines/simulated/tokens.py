@@ -11,6 +11,7 @@ from baton.errors import ConfigError
 from engine_protocol.prefix_hash import token_bytes
 from services.engines.answer import FinishReason, TokenLogprob
 from services.engines.base import ModelFacts, ModelFiles
+from services.engines.guidance.guidance import Guidance
 from services.engines.kv import KvLayout, embedding_layout
 from services.engines.prompt import Sampling
 from services.engines.rules import ImageRules
@@ -115,6 +116,9 @@ class TokenStream:
 
     So a request that another worker continues from the ids so far yields the same ids as one that was never
     interrupted. Raises InvalidRequest if the sampling could ban every id.
+
+    All ids that a grammar allows are equally likely, whatever biases and penalties there are. Banned ones come where it
+    allows no others.
     """
 
     def __init__(
@@ -124,6 +128,7 @@ class TokenStream:
         self._end_below = int(end_probability * 2**32)
         self._preferences = preferences_of(vocabulary.ordinary, vocabulary.eos_token_id, sampling, emitted)
         seed = sampling.seed if sampling.temperature > 0 and sampling.seed is not None else 0
+        self.guidance: Guidance | None = None  # of a guided answer; set before the first id
         self._hash = hashlib.blake2b(seed.to_bytes(8, "little"), digest_size=8)
 
     def see(self, media: bytes) -> None:
@@ -140,11 +145,18 @@ class TokenStream:
         self.extend((token_id,))
         if self._preferences is not None:
             self._preferences.append(token_id)
+        if self.guidance is not None:
+            self.guidance.append(token_id)
         return token_id
 
     def _next(self) -> int:
         value = int.from_bytes(self._hash.digest(), "little")
         eos, preferences = self._vocabulary.eos_token_id, self._preferences
+        if self.guidance is not None:
+            allowed = self.guidance.allowed_ids()
+            banned = preferences.banned() if preferences is not None else set()
+            possible = [token_id for token_id in allowed if token_id not in banned] or allowed
+            return possible[(value >> 32) % len(possible)]
         if value & 0xFFFFFFFF < self._end_below and (preferences is None or eos not in preferences.banned()):
             return eos
         ordinary = self._vocabulary.ordinary
@@ -155,6 +167,9 @@ def finish_reason(
     token_id: int, generated: int, left: int, eos_token_id: int, sampling: Sampling
 ) -> FinishReason | None:
     """The reason why the id just generated, the `generated`th, ends the request; the context has `left` tokens left."""
+    if token_id == eos_token_id and sampling.guide is not None:
+        # The grammar allows it only where an answer may end, whatever min_tokens and ignore_eos say.
+        return FinishReason.END_OF_SEQUENCE
     if generated >= sampling.min_tokens:
         if token_id == eos_token_id and not sampling.ignore_eos:
             return FinishReason.END_OF_SEQUENCE
@@ -200,6 +215,7 @@ def model_facts(config: SimulatedConfig, vocabulary: Vocabulary, layout: KvLayou
         files=vocabulary.files,
         load_seconds=load_seconds,
         images=_image_rules(config, vocabulary),
+        guided_decoding=config.guided_decoding,
         settings=(("kv_blocks", str(config.num_blocks)), ("max_sequences", str(config.max_batch))),
         data_parallel_ranks=config.data_parallel_ranks,
     )

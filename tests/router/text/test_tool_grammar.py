@@ -15,7 +15,7 @@ from router.text.parsing.formats import DEEPSEEK, HERMES, LLAMA, MISTRAL, ToolFo
 from router.text.parsing.parts import ToolCall
 from router.text.parsing.tool_grammar import guided_calls, name_tools, wants_guided_calls
 from services.engines.base import ModelFiles
-from services.engines.pytorch.guidance.vocabulary import open_vocabulary
+from services.engines.guidance.vocabulary import open_vocabulary
 
 SCHEMA = json.dumps({"type": "object", "properties": {"on": {"type": "boolean"}}, "required": ["on"]})
 FORMATS = [HERMES, LLAMA, MISTRAL, DEEPSEEK]

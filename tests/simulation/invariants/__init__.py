@@ -12,6 +12,7 @@ from simulation.invariants.agreement import (
 )
 from simulation.invariants.answers import (
     AnswersAreRight,
+    GuidedAnswersFollow,
     ImagesAreTheirOwn,
     ResumptionsGoOn,
     SequencesAreWhole,
@@ -39,6 +40,7 @@ from simulation.invariants.tables import NothingIsLeft, TablesShrink
 
 INVARIANTS: tuple[type[Invariant], ...] = (
     AnswersAreRight,
+    GuidedAnswersFollow,
     ImagesAreTheirOwn,
     SequencesAreWhole,
     UsageIsRight,

@@ -3,9 +3,10 @@
 from dataclasses import replace
 from typing import Any
 
+from simulation.guided import END_ID, begins, follows
 from simulation.invariants.base import Invariant
 from simulation.plan import Request
-from simulation.reference import prompt_of, reference
+from simulation.reference import prompt_of, reference, text_of_ids
 
 # More answers than are kept for their readers. And how a resumption may end as any call may.
 _MANY_PARKED, _LONG_SECONDS, _AFTER_SECONDS = 256, 30.0, 30.0
@@ -25,13 +26,26 @@ class AnswersAreRight(Invariant):
             self._check(result, replace(result.asked, seed=result.asked.seed + number), ids, text)
 
     def _check(self, result: Any, asked: Request, ids: list[int], text: str) -> None:
-        if bytes(ids).decode() != text:
-            self.problem(f"{result.name}: the text {text!r} is not that of {bytes(ids)!r}")
+        if text_of_ids(ids) != text:
+            self.problem(f"{result.name}: the text {text!r} is not that of {ids!r}")
         expected = reference(asked)
         if ids != expected[: len(ids)]:
-            self.problem(f"{result.name}: {bytes(ids)!r} instead of {bytes(expected)!r}")
+            self.problem(f"{result.name}: {text_of_ids(ids)!r} instead of {text_of_ids(expected)!r}")
         elif result.code == "OK" and len(ids) != len(expected):
             self.problem(f"{result.name}: ended well with {len(ids)} of {len(expected)} tokens")
+
+
+class GuidedAnswersFollow(Invariant):
+    """A guided answer is one of its grammar, or the beginning of one, of all of its tokens if it ended well."""
+
+    def ended(self, result: Any) -> None:
+        asked = result.asked
+        if not asked.guided:
+            return
+        for ids, text in ((result.ids, result.text), *result.others.values()):
+            is_cut = result.code != "OK" or len(ids) == asked.tokens
+            if not (follows(asked.guided, text) if ids[-1:] == [END_ID] else is_cut and begins(asked.guided, ids)):
+                self.problem(f"{result.name}: {text!r} is no answer by its grammar, of the kind {asked.guided}")
 
 
 class ImagesAreTheirOwn(Invariant):
@@ -43,7 +57,8 @@ class ImagesAreTheirOwn(Invariant):
 
     def ended(self, result: Any) -> None:
         asked = result.asked
-        if not asked.image or not result.ids:
+        # Guided ones may well be equal.
+        if not asked.image or asked.guided or not result.ids:
             return
         key = (asked.prefix, asked.length, asked.seed)
         known = self._answers.setdefault(key, result.ids)
@@ -80,8 +95,11 @@ class UsageIsRight(Invariant):
         if result.finished is None:
             return
         usage, asked = result.finished.usage, result.asked
-        if usage.completion_tokens != asked.tokens * asked.answers:
-            self.problem(f"{result.name}: {usage.completion_tokens} of {asked.tokens} tokens are counted")
+        tokens = asked.tokens * asked.answers
+        if asked.guided:
+            tokens = sum(len(reference(replace(asked, seed=asked.seed + number))) for number in range(asked.answers))
+        if usage.completion_tokens != tokens:
+            self.problem(f"{result.name}: {usage.completion_tokens} of {tokens} tokens are counted")
         if not asked.image and usage.prompt_tokens != len(prompt_of(asked)):
             self.problem(f"{result.name}: a prompt of {len(prompt_of(asked))} is counted as {usage.prompt_tokens}")
         if usage.cached_tokens > usage.prompt_tokens:

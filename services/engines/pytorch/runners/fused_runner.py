@@ -10,7 +10,7 @@ import structlog
 import torch
 from numpy.typing import NDArray
 
-from services.engines.pytorch.guidance.compiler import MaskThreads
+from services.engines.guidance.compiler import MaskThreads
 from services.engines.pytorch.model.fused_model import FusedModel
 from services.engines.pytorch.runners.batch import Chunk, MediaRows, media_rows
 from services.engines.pytorch.runners.runner import InflightStep, guided

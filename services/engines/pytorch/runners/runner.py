@@ -7,8 +7,8 @@ from typing import Any, Protocol
 
 import torch
 
-from services.engines.pytorch.guidance.compiler import MaskThreads
-from services.engines.pytorch.guidance.guidance import Guidance
+from services.engines.guidance.compiler import MaskThreads
+from services.engines.guidance.guidance import Guidance
 from services.engines.pytorch.lora.layers import LoraLayers
 from services.engines.pytorch.model.loading import LoadedModel
 from services.engines.pytorch.runners.batch import BatchBuilder, Chunk, KvCache, StepInput

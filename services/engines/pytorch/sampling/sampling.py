@@ -11,13 +11,13 @@ import secrets
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
 from services.engines.answer import TokenLogprob
 from services.engines.bad_words import BadWords
+from services.engines.guidance.guidance import Guidance, Words
 from services.engines.prompt import Prompt, Sampling
-from services.engines.pytorch.guidance.compiler import apply_masks
-from services.engines.pytorch.guidance.guidance import Guidance, Words
 from services.engines.pytorch.sampling import truncation
 
 _MASK = (1 << 64) - 1
@@ -177,7 +177,7 @@ def sample(logits: torch.Tensor, states: Sequence[SamplerState]) -> list[Chosen]
     good = _numbers(logits.amax(dim=-1))
     reports = _logprob_reports(logits, states)
     _adjust(logits, states)
-    apply_masks(logits, _masks(states))
+    _apply_masks(logits, _masks(states))
     chosen = _choose(logits, states)
     return [
         Chosen(token, report(token) if report else None) if fine else Chosen(None)
@@ -249,6 +249,17 @@ def _penalise(row: torch.Tensor, state: SamplerState) -> None:
         row.sub_(counts, alpha=options.frequency_penalty)
     if options.presence_penalty != 0.0:
         row.sub_((counts > 0).to(row.dtype), alpha=options.presence_penalty)
+
+
+def _apply_masks(logits: torch.Tensor, masks: dict[int, Words]) -> None:
+    """Excludes, in place, what the masks of rows do not allow in `logits` `[rows, vocabulary]`."""
+    if not masks:
+        return
+    packed = torch.from_numpy(np.stack(list(masks.values())).view(np.uint8)).to(logits.device)
+    rows = torch.tensor(list(masks), device=logits.device)
+    bits = torch.tensor([1 << bit for bit in range(8)], dtype=torch.uint8, device=logits.device)
+    is_banned = (packed.unsqueeze(-1) & bits).view(len(masks), -1)[:, : logits.shape[1]] == 0
+    logits[rows] = logits[rows].masked_fill(is_banned, -torch.inf)
 
 
 def _choose(logits: torch.Tensor, states: Sequence[SamplerState]) -> list[int]:

@@ -15,11 +15,11 @@ from support.lifetimes import in_one_task
 from baton.errors import InvalidRequest
 from grammars.guide import Guide, GuideKind
 from services.engines.answer import Tokens
+from services.engines.guidance import guidance
+from services.engines.guidance.compiler import GrammarCompiler
+from services.engines.guidance.vocabulary import open_vocabulary
 from services.engines.prompt import Prompt
 from services.engines.pytorch.engine import PyTorchEngine
-from services.engines.pytorch.guidance import guidance
-from services.engines.pytorch.guidance.compiler import GrammarCompiler
-from services.engines.pytorch.guidance.vocabulary import open_vocabulary
 from services.engines.pytorch.model import checkpoint
 
 AMBIGUOUS = Guide(GuideKind.GRAMMAR, "start: e\ne: e e | e e e | T\nT: /[^\\n]/")

@@ -1,25 +1,24 @@
 """A request's grammar, compiled beside the event loop and cached.
 
-The masks of a step, computed in a thread while the model runs, and applied to its logits.
+The masks of a step, computed in a thread while the model runs.
 """
 
-import time
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cached_property, partial
 
 import numpy as np
-import torch
 from llguidance import LLExecutor, LLMatcher
 
 from baton.errors import InvalidRequest
 from grammars.guide import Guide
 from grammars.source import PARSER_LIMITS, grammar_source, panics_refused, refusal
 from grammars.tasks import GrammarThread
-from services.engines.pytorch.guidance.guidance import SLOW_SECONDS, Guidance, Words, unfollowed
-from services.engines.pytorch.guidance.vocabulary import GrammarVocabulary
+from runtime.clock import monotonic, thread_time
+from services.engines.guidance.guidance import SLOW_SECONDS, Guidance, unfollowed
+from services.engines.guidance.vocabulary import GrammarVocabulary
 
 _CACHED = 64
 _PART_SECONDS = 0.05
@@ -70,7 +69,7 @@ class GrammarCompiler:
 
     def _follow(self, matcher: LLMatcher, guide: Guide, emitted: Sequence[int], start: int) -> "_Followed":
         """Follows the tokens from `start` on, as many as there is time for, and at least one."""
-        began = time.thread_time()  # not the time of other work on the machine
+        began = thread_time()  # not the time of other work on the machine
         for index in range(start, len(emitted)):
             # The mask first: computing it releases Python's lock, and then there is little left to do for the token.
             mask = np.frombuffer(matcher.compute_bitmask(), dtype=np.uint8)
@@ -80,9 +79,9 @@ class GrammarCompiler:
                 raise InvalidRequest.of(guide.field, unfollowed(matcher.get_error()))
             if not is_allowed or not self._executor.consume_token_par([(matcher, token)])[0]:
                 raise InvalidRequest.of(f"emitted[{index}]", "is not allowed by the grammar in `guided`")
-            if time.thread_time() - began > _PART_SECONDS:
+            if thread_time() - began > _PART_SECONDS:
                 break
-        return _Followed(index + 1, time.thread_time() - began)
+        return _Followed(index + 1, thread_time() - began)
 
     def _matcher(self, guide: Guide) -> LLMatcher:
         found = self._compiled.get(guide)
@@ -123,9 +122,9 @@ class MaskThreads:
 
     def _compute(self, guided: Sequence[Guidance]) -> None:
         together, suspects = [one for one in guided if not one.is_suspect], [one for one in guided if one.is_suspect]
-        began = time.monotonic()
+        began = monotonic()
         _compute_masks(together, self._executor)
-        is_slow = time.monotonic() - began > SLOW_SECONDS + len(together) * _SECONDS_PER_MASK
+        is_slow = monotonic() - began > SLOW_SECONDS + len(together) * _SECONDS_PER_MASK
         # Times are not known by request: the next masks tell, each by itself.
         for one in together:
             one.is_suspect = is_slow
@@ -136,9 +135,9 @@ class MaskThreads:
         return self._slow.submit(self._compute_one, one, self._slow_executor)
 
     def _compute_one(self, one: Guidance, executor: LLExecutor) -> None:
-        began = time.monotonic()
+        began = monotonic()
         is_able = one.catch_up(executor)
-        seconds, began = time.monotonic() - began, time.thread_time()
+        seconds, began = monotonic() - began, thread_time()
         if is_able:
             words = np.zeros_like(one.words)
             # In this thread, so that its time counts and not that of other work on the machine.
@@ -146,7 +145,7 @@ class MaskThreads:
             if one.matcher.is_error():
                 one.fail(one.matcher.get_error())
             one.words = words
-        one.record(seconds + time.thread_time() - began, self._begin_alone)
+        one.record(seconds + thread_time() - began, self._begin_alone)
 
     @cached_property
     def _executor(self) -> LLExecutor:
@@ -169,14 +168,3 @@ def _compute_masks(guided: Sequence[Guidance], executor: LLExecutor) -> None:
         if one.matcher.is_error():
             one.fail(one.matcher.get_error())
         one.words = words
-
-
-def apply_masks(logits: torch.Tensor, masks: Mapping[int, Words]) -> None:
-    """Excludes, in place, what the masks of rows do not allow in `logits` `[rows, vocabulary]`."""
-    if not masks:
-        return
-    packed = torch.from_numpy(np.stack(list(masks.values())).view(np.uint8)).to(logits.device)
-    rows = torch.tensor(list(masks), device=logits.device)
-    bits = torch.tensor([1 << bit for bit in range(8)], dtype=torch.uint8, device=logits.device)
-    is_banned = (packed.unsqueeze(-1) & bits).view(len(masks), -1)[:, : logits.shape[1]] == 0
-    logits[rows] = logits[rows].masked_fill(is_banned, -torch.inf)

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from baton.errors import InvalidRequest
 from grammars.source import is_panic
-from services.engines.pytorch.guidance.vocabulary import GrammarVocabulary
+from services.engines.guidance.vocabulary import GrammarVocabulary
 
 Words = NDArray[np.uint32]
 """A bit for each token, the lowest of a word first; set for those that are allowed."""
@@ -81,6 +81,19 @@ class Guidance:
         if self.failure is None and not all(executor.consume_token_par([(self.matcher, token)])[0] for token in new):
             self.fail(self.matcher.get_error() or "a sampled token is not allowed by it")
         return self.failure is None
+
+    def allowed_ids(self) -> list[int]:
+        """The tokens that may come next, in order, computed in this thread. Raises InvalidRequest if the grammar cannot
+        be followed.
+        """
+        new, self._new = self._new, []
+        is_able = all(self.matcher.consume_token(token) for token in new)
+        mask = np.frombuffer(self.matcher.compute_bitmask() if is_able else b"", dtype=np.uint8)
+        if not is_able or self.matcher.is_error():
+            reason = self.matcher.get_error() or "a sampled token is not allowed by it"
+            raise InvalidRequest.of(self._field, unfollowed(reason))
+        ids: list[int] = np.flatnonzero(np.unpackbits(mask, bitorder="little")).tolist()
+        return ids
 
     def fail(self, reason: str) -> None:
         """Ends the request with an error at its next token."""

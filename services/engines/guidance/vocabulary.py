@@ -1,13 +1,13 @@
 """The model's tokens as grammars see them: bytes, special tokens, and the ends of an answer."""
 
 import json
-import secrets
 from collections.abc import Mapping
 
 import structlog
 from llguidance import LLTokenizer
 
 from grammars.source import special_token_ids
+from runtime.entropy import token_hex
 from services.engines.base import ModelFiles
 
 _log = structlog.get_logger(__name__)
@@ -55,7 +55,7 @@ def _with_hidden_names(tokenizer_json: bytes, special_ids: Mapping[str, int]) ->
     refuses.
     """
     tokenizer = json.loads(tokenizer_json)
-    secret = secrets.token_hex(16)
+    secret = token_hex(16)
     hidden = {name: f"<{secret}-{token_id}>" for name, token_id in special_ids.items()}
     for token in tokenizer["added_tokens"]:
         token["content"] = hidden.get(token["content"], token["content"])
