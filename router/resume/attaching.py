@@ -107,25 +107,13 @@ class Attacher:
 
     async def attach_all(self, request: ResumeRequest, seconds: float, attached: AsyncExitStack) -> Sequence[Answer]:
         """All answers, attached where a worker has them; none if they all have to be computed again."""
-        message, handle = request.message, request.handle
-        answers = max(1, message.request.sampling.n)
-        for _ in range(2):
-            call_ids = [answer_call_id(handle.call_id, answer) for answer in range(answers)]
-            workers = await self._finder.find(call_ids, handle)
-            if handle.call_id in workers and answers == 1 and not message.HasField("request"):
-                found_first = await self._look(0, workers[handle.call_id], request)
-                answers = max(1, found_first.record.answers)
-                if answers > 1:
-                    continue
-            break
-        if not workers:
-            return ()
+        message = request.message
         try:
-            attaching = [
-                self._attach_if_there(answer, workers.get(call_id), request, seconds, attached)
-                for answer, call_id in enumerate(call_ids)
-            ]
-            found = await gather_or_cancel(attaching) if answers > 1 else [await attaching[0]]
+            found = await self._attach_each(range(max(1, message.request.sampling.n)), request, seconds, attached)
+            first = found[0]
+            # Without the request the first one tells how many there are.
+            if first is not None and first.record.answers > 1 and not message.HasField("request"):
+                found += await self._attach_each(range(1, first.record.answers), request, seconds, attached)
         except PositionInvalid:
             # The client's own copy may do, for log probabilities that the worker has no more.
             if not message.HasField("request"):
@@ -137,6 +125,17 @@ class Attacher:
         ):
             return ()
         return [one or Lost(answer, another) for answer, one in enumerate(found)]
+
+    async def _attach_each(
+        self, answers: Sequence[int], request: ResumeRequest, seconds: float, attached: AsyncExitStack
+    ) -> list[Adopted | None]:
+        call_ids = [answer_call_id(request.handle.call_id, answer) for answer in answers]
+        workers = await self._finder.find(call_ids, request.handle)
+        attaching = [
+            self._attach_if_there(answer, workers.get(call_id), request, seconds, attached)
+            for answer, call_id in zip(answers, call_ids, strict=True)
+        ]
+        return await gather_or_cancel(attaching) if len(attaching) > 1 else [await attaching[0]]
 
     async def _attach_if_there(
         self, answer: int, worker: WorkerHandle | None, request: ResumeRequest, seconds: float, attached: AsyncExitStack

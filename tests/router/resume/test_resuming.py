@@ -15,6 +15,7 @@ from support.eventually import PATIENCE_SECONDS, eventually
 from support.images.pictures import picture
 from support.recorded_spans import recorded
 
+import services.roles.decode
 from baton.calls import unary
 from baton.engine.v1 import decode_pb2
 from baton.errors import InvalidRequest, NoWorker, PositionInvalid, StaleAttempt, StreamAdopted, StreamLost, Unsupported
@@ -29,6 +30,8 @@ from router.server import host_router
 from rpc.channels import open_channel
 from rpc.tracing.span import entered
 from runtime.aio import timeout
+from services.resume.attaching import attached
+from services.resume.stream import KeptStream
 
 
 @pytest.fixture
@@ -340,6 +343,24 @@ def _forget(worker: Any, call_id: str) -> None:
     [found] = worker.kept.find([call_id])
     attachment = next(one.attachment for one in worker.kept.streams if one.kept.request_id == call_id)
     worker.kept.settle(decode_pb2.SettleRequest(request_id=found.request_id, attachment=attachment, forget=True))
+
+
+async def test_an_answer_is_found_by_its_handle_alone_with_one_call_to_its_worker(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[decode_pb2.AttachRequest] = []
+
+    def telling(stream: KeptStream, request: decode_pb2.AttachRequest) -> decode_pb2.DecodeResponse:
+        asked.append(request)
+        return attached(stream, request)
+
+    monkeypatch.setattr(services.roles.decode, "attached", telling)
+    for answers in (1, 3):
+        asked.clear()
+        request = kept_request(sampling={"seed": 5, "temperature": 0.8, "n": answers})
+        received = await read(pair.first.Generate(request), Received(request), until=10)
+        await read(pair.second.ResumeGeneration(received.resume(with_copy=False)), received)
+        assert (len(asked), any(one.peek for one in asked)) == (answers, False)
 
 
 async def test_an_answer_that_goes_on_is_counted_traced_and_timed(pair: Pair) -> None:
