@@ -88,7 +88,8 @@ class LeaseRenewer:
     """
 
     def __init__(self) -> None:
-        self._kept: dict[WorkerHandle, set[EmbeddingLease]] = {}
+        # In the order in which they were kept, which is that of their renewals.
+        self._kept: dict[WorkerHandle, dict[EmbeddingLease, None]] = {}
         self._keeping: dict[WorkerHandle, asyncio.Task[None]] = {}
         self._releasing: set[asyncio.Task[None]] = set()
         self._resources = AsyncExitStack()
@@ -108,7 +109,7 @@ class LeaseRenewer:
 
     def keep(self, lease: EmbeddingLease) -> None:
         """Renews it every third of its length from now on, for as long as its owner lets it."""
-        self._kept.setdefault(lease.worker, set()).add(lease)
+        self._kept.setdefault(lease.worker, {})[lease] = None
         if lease.worker not in self._keeping:
             self._keeping[lease.worker] = self._group.create_task(
                 lasting("embedding_leases", partial(self._keep, lease.worker))
@@ -117,7 +118,7 @@ class LeaseRenewer:
     def release(self, lease: EmbeddingLease) -> None:
         """Begins to give it back, if it is kept."""
         if lease in self._kept.get(lease.worker, ()):
-            self._kept[lease.worker].discard(lease)
+            del self._kept[lease.worker][lease]
             task = self._group.create_task(lease.release())
             self._releasing.add(task)
             task.add_done_callback(self._releasing.discard)
@@ -136,6 +137,6 @@ class LeaseRenewer:
                 shortest = min(lease.remaining_seconds for lease in leases)
                 await asyncio.sleep(max(SHORTEST_SECONDS, shortest / 3))
                 await renew([lease for lease in leases if lease in self._kept[worker] and lease.remaining_seconds])
-                self._kept[worker] -= {lease for lease in self._kept[worker] if not lease.remaining_seconds}
+                self._kept[worker] = dict.fromkeys(lease for lease in self._kept[worker] if lease.remaining_seconds)
             del self._kept[worker], self._keeping[worker]
             await self.wait_for_releases()
