@@ -22,7 +22,7 @@ class KnownTokensDiffer(HandoffLost):
 @dataclass(frozen=True, slots=True)
 class VllmRequest:
     """The arguments of one call of `generate`, what it computes, and how many log probabilities each token gets, and
-    each of the first `reported` tokens of the prompt.
+    each of the first `reported` tokens of the prompt. One that is not `recomputable` has images without embeddings.
     """
 
     plan: Plan
@@ -30,6 +30,7 @@ class VllmRequest:
     logprobs: int | None = None
     prompt_logprobs: int | None = None
     reported: int = 0
+    recomputable: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,10 +98,16 @@ class VllmGeneration(ExternalGeneration):
         self.kv_transfer = output.kv_transfer_params or self.kv_transfer
         self.cached_tokens = max(self.cached_tokens, output.num_cached_tokens or 0)
         self._timestamps = output.metrics or self._timestamps
+        self._check_preemptions()
         if self.finish_reason == _FAILED:
             raise EngineFailed("vLLM ended the request by an error; if it waited for KV, that did not arrive")
         if tuple(self.ids[before : len(known)]) != known[before : len(self.ids)]:
             raise KnownTokensDiffer("vLLM generated other tokens than those that were sent already")
+
+    def _check_preemptions(self) -> None:
+        stamps = self._timestamps
+        if stamps is not None and stamps.num_preemptions and not self.request.recomputable:
+            raise HandoffLost("vLLM preempted the request, and has no images to compute its prompt again")
 
     def _record_prompt(self, output: Any) -> None:
         top, reports = self.request.prompt_logprobs, output.prompt_logprobs
