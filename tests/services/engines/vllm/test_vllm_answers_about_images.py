@@ -26,6 +26,7 @@ from models.demo.exercises.generate_data import raw_prompt
 from services.config import WorkerConfig
 from services.engines.prompt import Media, MediaSpan, Prompt
 from services.engines.vllm.engine import VllmEngine
+from services.engines.vllm.package import open_vllm_package
 
 pytestmark = [pytest.mark.requires_vllm, pytest.mark.timeout(900), pytest.mark.asyncio(loop_scope="module")]
 
@@ -54,6 +55,7 @@ def answers_of_vllm_alone(asked: Sequence[Question]) -> list[list[int]]:
         max_model_len=256,
         block_size=vllm.BLOCK_TOKENS,
         kv_cache_memory_bytes=1 << 29,
+        gpu_memory_utilization=0.06 if vllm.ON_GPU else 0.9,
         limit_mm_per_prompt={"image": 2},
     )
     prompts = [
@@ -104,10 +106,11 @@ class Served:
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def served() -> AsyncIterator[Served]:
     with vllm.installed():
-        expected = await asyncio.to_thread(answers_of_vllm_alone, ASKED)
+        open_vllm_package()  # it sets the environment of vLLM's processes
+        alone = asyncio.create_task(asyncio.to_thread(answers_of_vllm_alone, ASKED))
         workers = [worker("e1", "encode"), worker("p1", "prefill"), worker("d1", "decode")]
         async with bench(*workers, router=PATIENT, proxied=False) as running:
-            yield Served(running, expected)
+            yield Served(running, await alone)
 
 
 @pytest_asyncio.fixture(autouse=True, loop_scope="module")
