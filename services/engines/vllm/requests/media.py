@@ -15,6 +15,9 @@ from services.engines.vllm.package import VllmPackage
 
 _MODALITY = "image"
 _FIELD = "image_embeds"
+# vLLM drops the rows of images whose KV is there when a request begins, and its process ends by "Encoder cache miss" if
+# it preempts the request later and has lost that KV. It drops none with this field, which models ignore.
+_KEPT = "address"
 
 
 def identifier(span: MediaSpan) -> str:
@@ -48,16 +51,23 @@ def multimodal_prompt(
     """
     inputs = package.multimodal_inputs
     field = inputs.MultiModalBatchedField()
+    kept = inputs.MultiModalFieldElem(data=_empty(), field=field)
     rows = [inputs.MultiModalFieldElem(data=_rows(span, rules), field=field) for span in prompt.media]
     return {
         "type": "multimodal",
         "prompt_token_ids": list(token_ids),
-        "mm_kwargs": {_MODALITY: [inputs.MultiModalKwargsItem({_FIELD: each}) for each in rows]},
+        "mm_kwargs": {_MODALITY: [inputs.MultiModalKwargsItem({_FIELD: each, _KEPT: kept}) for each in rows]},
         "mm_hashes": {_MODALITY: [identifier(span) for span in prompt.media]},
         "mm_placeholders": {
             _MODALITY: [inputs.PlaceholderRange(offset=each.start, length=each.num_tokens) for each in prompt.media]
         },
     }
+
+
+def _empty() -> Any:
+    import torch
+
+    return torch.zeros(1, dtype=torch.uint8)
 
 
 def _rows(span: MediaSpan, rules: ImageRules) -> Any:

@@ -9,6 +9,7 @@ import grpc
 import pytest
 import pytest_asyncio
 from PIL import Image
+from prometheus_client import REGISTRY as LIBRARY_REGISTRY
 from support.cluster.in_process import PATIENT, Bench, Stream, bench
 from support.engines import vllm
 from support.engines.checkpoints import DEMO
@@ -38,7 +39,7 @@ AGGREGATED, DISAGGREGATED = pb.TOPOLOGY_AGGREGATED, pb.TOPOLOGY_DISAGGREGATED
 
 
 def worker(worker_id: str, role: str) -> WorkerConfig:
-    engine = {**vllm.settings(DEMO), "name": "demo", "guided_decoding": False}
+    engine = {**vllm.settings(DEMO), "name": "demo"}
     handoff = {"lease_seconds": vllm.LEASE_SECONDS}
     settings = {"worker_id": worker_id, "roles": [role], "engine": engine, "handoff": handoff, "drain_seconds": 0}
     return WorkerConfig.model_validate(settings)
@@ -221,6 +222,22 @@ async def test_a_preempted_decode_without_embeddings_is_lost_and_never_wrong(ser
     assert all(ids in (None, right) for ids, right in zip(found, expected, strict=True))
     whole = [(await collect(decode.decode(prompt, greedy(20)))).ids for prompt in prompts]
     assert whole == [ids[:20] for ids in expected]
+
+
+async def test_a_preempted_request_with_embeddings_is_right_also_where_its_image_was_cached(served: Served) -> None:
+    engine, sampling = served.engine("d1"), greedy(150)
+    prompts = [await served.prompt(f"{LONG} {number}", file) for number, file in enumerate([RED, BLUE] * 3)]
+    expected = [(await collect(engine.decode(prompt, sampling))).ids for prompt in prompts]
+    before = _preemptions()
+    found = await asyncio.gather(*(collect(engine.decode(prompt, sampling)) for prompt in prompts))
+    assert [answer.ids for answer in found] == expected
+    assert any(answer.finished.cached_tokens for answer in found)
+    assert _preemptions() > before
+
+
+def _preemptions() -> float:
+    families = [family for family in LIBRARY_REGISTRY.collect() if family.name == "vllm:num_preemptions"]
+    return sum(each.value for family in families for each in family.samples if each.name.endswith("_total"))
 
 
 async def test_a_cancelled_request_frees_its_blocks(served: Served) -> None:
