@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import AsyncIterator, Sequence
+from contextlib import aclosing
 from dataclasses import dataclass, replace
 from io import BytesIO
 
@@ -24,7 +25,9 @@ from baton.inference.v1 import media_pb2
 from engine_protocol.prefix_hash import block_hashes
 from models.demo.exercises.exercise import IMAGE
 from models.demo.exercises.generate_data import raw_prompt
+from runtime.aio import timeout
 from services.config import WorkerConfig
+from services.engines.kv_events import KvChanged, KvSnapshot
 from services.engines.prompt import Media, MediaSpan, Prompt
 from services.engines.vllm.engine import VllmEngine
 from services.engines.vllm.package import open_vllm_package
@@ -130,6 +133,7 @@ RED, BLUE = _colour(220, 20, 20), _colour(20, 20, 220)
 LONG = f"{IMAGE}\nWhat is in the picture? " + "Look at it, and look again. " * 4
 
 
+@pytest.mark.feature("images", engine="vllm", facade="grpc")
 @pytest.mark.parametrize("topology", [AGGREGATED, DISAGGREGATED], ids=["aggregated", "disaggregated"])
 async def test_answers_equal_those_of_vllm_alone_with_the_pixels(
     served: Served, topology: "pb.Topology.ValueType"
@@ -145,6 +149,7 @@ async def test_answers_equal_those_of_vllm_alone_with_the_pixels(
     assert {answer.finished.migrations for answer in longer} == {0}
 
 
+@pytest.mark.feature("embedding cache of images", engine="vllm", facade="grpc")
 async def test_the_same_image_is_encoded_once(served: Served) -> None:
     [asked] = questions(1, "once")
     first, second = [await served.ask(as_prompt(asked)) for _ in range(2)]
@@ -171,16 +176,16 @@ async def test_the_cache_of_an_engine_has_the_names_that_routers_compute(served:
     names = [set(block_hashes(each.token_ids, vllm.BLOCK_TOKENS, media=each.media)) for each in prompts]
     assert not names[0] & names[1]
     assert all(len(each) == len(prompts[0].token_ids) // vllm.BLOCK_TOKENS for each in names)
-    await eventually(lambda: names[0] | names[1] <= _reported(engine))
+    async with timeout(PATIENCE_SECONDS), aclosing(engine.kv_changes()) as changes:
+        found: set[bytes] = set()
+        while not names[0] | names[1] <= found:
+            match await anext(changes):
+                case KvSnapshot(block_hashes=hashes) | KvChanged(stored=hashes):
+                    found.update(hashes)
 
 
 def _orders(one: bytes, other: bytes) -> list[tuple[bytes, bytes, bytes]]:
     return [(one, other, one), (other, one, one)]
-
-
-def _reported(engine: VllmEngine) -> set[bytes]:
-    chains = engine._reader._chains[0]
-    return set(chains._ours.values())
 
 
 async def test_a_handoff_needs_no_embeddings_and_leaves_no_block_that_others_find(served: Served) -> None:
