@@ -229,6 +229,17 @@ async def test_a_preempted_decode_without_embeddings_is_lost_and_never_wrong(ser
     assert whole == [ids[:20] for ids in expected]
 
 
+async def test_routers_have_answers_that_were_lost_by_preemption_computed_again(served: Served) -> None:
+    asked = [as_prompt(each) for each in questions(6, "preempted")]
+    for request in asked:
+        request.stopping.ignore_eos, request.stopping.max_tokens = True, 150
+    alone = [await served.ask(request) for request in asked]
+    before = _preemptions()
+    together = await asyncio.gather(*map(served.ask, asked))
+    assert [answer.token_ids for answer in together] == [answer.token_ids for answer in alone]
+    assert _preemptions() > before
+
+
 async def test_a_preempted_request_with_embeddings_is_right_also_where_its_image_was_cached(served: Served) -> None:
     engine, sampling = served.engine("d1"), greedy(150)
     prompts = [await served.prompt(f"{LONG} {number}", file) for number, file in enumerate([RED, BLUE] * 3)]
