@@ -165,7 +165,7 @@ vllm-install: $(STUBS) ## Create or complete .venv-vllm, with vLLM's build for C
 
 vllm: vllm-install ## Run vLLM's contract, handoffs and faults, on CPUs (5 to 10 minutes)
 	@PYTHONPATH=. $(VLLM_VENV)/bin/python -m pytest -p no:cacheprovider --timeout=900 $(VLLM_LOOP) -m requires_vllm $(ON_VLLM)
-	@PYTHONPATH=. $(VLLM_VENV)/bin/python -m pytest -p no:cacheprovider -m requires_vllm tests/services/engines/vllm/test_vllm_process.py tests/services/engines/vllm/test_vllm_images.py
+	@PYTHONPATH=. $(VLLM_VENV)/bin/python -m pytest -p no:cacheprovider -m requires_vllm tests/services/engines/vllm/test_vllm_process.py tests/services/engines/vllm/test_vllm_images.py tests/services/engines/vllm/test_vllm_answers_about_images.py
 
 vllm-faults: vllm-install ## Inject faults into workers on vLLM, on CPUs (10 minutes; BATON_FAULTS=full runs the whole matrix, 40 minutes)
 	@PYTHONPATH=. $(VLLM_VENV)/bin/python -m pytest -s -p no:cacheprovider -m requires_vllm tests/faults/test_vllm.py

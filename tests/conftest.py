@@ -30,6 +30,7 @@ LONGEST = (
 )
 
 
+@pytest.hookimpl(optionalhook=True)  # where pytest-xdist is not installed, as in .venv-vllm
 def pytest_xdist_auto_num_workers() -> int:
     """The number of processes for `-n auto`."""
     return at_once.here()

@@ -12,7 +12,16 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 VERSION = "0.32.0"
 # Built for CUDA, and without it they break the import of transformers.
-BROKEN = ("torchvision", "torchaudio", "torchcodec")
+BROKEN = ("torchaudio", "torchcodec")
+# The package index has torchvision for CUDA alone too. Of it, vLLM's models with images need what is written in Python,
+# whose import fails because the library of its operators cannot be loaded.
+_WITHOUT_LIBRARY = """
+# Baton: operators that the library defines, which needs CUDA.
+if not _has_ops():
+    _declared = torch.library.Library("torchvision", "FRAGMENT")
+    for _name in ("nms", "qnms"):
+        _declared.define(f"{_name}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
+"""
 # vLLM imports the shim `nixl`, whose own requirements are the variants for every CUDA.
 NIXL = ("nixl-cu13==1.5.1", "nixl==1.5.1")
 # Of pyproject.toml, without torch, transformers and tokenizers, whose versions are vLLM's. gRPC's are those of
@@ -66,7 +75,15 @@ def main() -> int:
     ):
         if code := subprocess.run([*pip, *arguments], cwd=ROOT).returncode:
             return code
+    _declare_operators(environment)
     return 0
+
+
+def _declare_operators(environment: Path) -> None:
+    """Adds the declarations of operators to torchvision, once."""
+    for path in environment.glob("lib/python*/site-packages/torchvision/extension.py"):
+        if _WITHOUT_LIBRARY not in (text := path.read_text()):
+            path.write_text(text + _WITHOUT_LIBRARY)
 
 
 def _pinned(prefix: str) -> list[str]:

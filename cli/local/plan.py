@@ -227,10 +227,6 @@ def _engine(options: ClusterOptions, workers: int, sharing: int) -> list[str]:
         model = [f"engine.model={Path(options.model).resolve()}"] if options.model else []
         images = [f"engine.image_tokens={SIMULATED_IMAGE_TOKENS}"] if options.encode else []
         return ["engine={kind: simulated}", *model, *images]
-    if options.engine == "vllm" and not options.model:
-        raise ConfigError(
-            "model: the demonstration model takes images, which the vllm engine does not: name another one"
-        )
     folder = model_folder(options.model)
     if not (folder / "config.json").is_file():
         raise ConfigError(f"model: {folder} is not a checkpoint in Hugging Face format: it has no config.json")

@@ -222,6 +222,13 @@ def _open_vllm(config: VllmConfig, context: EngineContext) -> AbstractAsyncConte
     return open_vllm(config, context)
 
 
+def _open_vllm_encoder(config: VllmConfig, context: EngineContext) -> AbstractAsyncContextManager[Encoder]:
+    from services.engines.vllm.factory import open_vllm_encoder
+
+    del context
+    return open_vllm_encoder(config)
+
+
 def _open_sglang(config: SglangConfig, context: EngineContext) -> AbstractAsyncContextManager[Engine]:
     from services.engines.sglang.factory import open_sglang
 
@@ -248,5 +255,5 @@ ENGINES: dict[str, EngineKind] = {
         },
     ),
     "trtllm": EngineKind(TrtllmConfig, _open_trtllm, {"encoder": _open_trtllm_encoder}, describe=_describe_trtllm),
-    "vllm": EngineKind(VllmConfig, _open_vllm, describe=_describe_arguments),
+    "vllm": EngineKind(VllmConfig, _open_vllm, {"encoder": _open_vllm_encoder}, describe=_describe_arguments),
 }

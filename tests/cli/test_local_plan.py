@@ -9,7 +9,7 @@ import pytest
 from baton.errors import ConfigError
 from cli.arguments import parse
 from cli.commands.up import cluster_options
-from cli.local.plan import ROOT, ClusterOptions, gpu_warning, has_vision, plan
+from cli.local.plan import ROOT, ClusterOptions, gpu_warning, has_vision, model_folder, plan
 from router.config import RouterConfig
 from runtime.config import load
 
@@ -144,9 +144,14 @@ def test_workers_on_vllm_run_in_its_own_environment(tmp_path: Path, monkeypatch:
     assert all(section in each.command for each in cluster.servers if each.role != "router")
 
 
-def test_vllm_without_a_model_of_text_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="takes images"):
-        plan(ClusterOptions(engine="vllm"), tmp_path)
+def test_vllm_serves_the_demonstration_model_with_encode_workers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("cli.local.plan._python_of_workers", lambda options: "python")
+    cluster = plan(ClusterOptions(engine="vllm", encode=1), tmp_path)
+    workers = [each for each in cluster.servers if each.role != "router"]
+    assert {each.role for each in workers} == {"encode", "prefill", "decode"}
+    assert all(f"kind: vllm, model: {model_folder('')}," in " ".join(each.command) for each in workers)
 
 
 def test_a_decode_worker_on_vllm_without_prefill_workers_runs_whole_requests(
@@ -163,6 +168,7 @@ def vllm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     """A checkpoint, where the workers on vLLM run in the environment of this test, as its build for GPUs does."""
     (tmp_path / "config.json").write_text("{}")
     monkeypatch.setattr("cli.local.plan._python_of_workers", lambda options: sys.executable)
+    monkeypatch.setattr("cli.local.plan._python_of_vllm", lambda: tmp_path / "no .venv-vllm")
     return str(tmp_path)
 
 

@@ -67,7 +67,9 @@ class VllmEngine(ExternalEngine):
         async with AsyncExitStack() as stack:
             watch = stack.enter_context(OrphanWatch())
             sockets = stack.enter_context(event_sockets(self._args.data_parallel_size)) if self._has_events else None
-            starting = EngineStart(self._roles, facts.max_context_tokens, sockets, self._record_step)
+            starting = EngineStart(
+                self._roles, facts.max_context_tokens, sockets, facts.images is not None, self._record_step
+            )
             loading = asyncio.to_thread(start, self._config, self._effective, self._package, starting)
             self._llm = await self._loaded(loading, self._config.start_seconds)
             stack.push_async_callback(shut_down, self._llm, "vllm")

@@ -5,12 +5,13 @@ from contextlib import AbstractAsyncContextManager
 
 from baton.errors import ConfigError
 from runtime.machine import visible_gpus
-from services.engines.base import Engine
+from services.engines.base import Encoder, Engine
 from services.engines.context import EngineContext
 from services.engines.external.argument_places import resolve
+from services.engines.pytorch.vision.encoder import PyTorchEncoder
 from services.engines.vllm.config import VllmArguments, VllmConfig
 from services.engines.vllm.engine import VllmEngine
-from services.engines.vllm.loading import RANKS, ResolvedVllm
+from services.engines.vllm.loading import RANKS, ResolvedVllm, encoder_config
 from services.engines.vllm.package import open_vllm_package
 
 
@@ -25,6 +26,11 @@ def open_vllm(config: VllmConfig, context: EngineContext) -> AbstractAsyncContex
         check_gpus(effective.value, len(visible_gpus()))
         check_adapters(config, effective.value)
     return VllmEngine(config, effective, package, context.roles)
+
+
+def open_vllm_encoder(config: VllmConfig) -> AbstractAsyncContextManager[Encoder]:
+    """Returns the encoder of a checkpoint's images, which is the embedded engine's: vLLM reads its embeddings."""
+    return PyTorchEncoder(encoder_config(config, resolve(config).value))
 
 
 def check_gpus(args: VllmArguments, gpus: int) -> None:

@@ -14,7 +14,12 @@ from services.engines.external.package import kv_dtype, kv_layout, loading, read
 from services.engines.external.surroundings import EnvironmentVariables, free_ports
 from services.engines.kv import KvLayout
 from services.engines.lora.options import LoraOptions
+from services.engines.pytorch.config import PyTorchConfig
 from services.engines.pytorch.model.checkpoint import end_ids, fingerprint, model_files, read_json
+from services.engines.pytorch.model.loading import choose_device, choose_dtype, name_of, read_config
+from services.engines.pytorch.vision.images import FAMILIES, TOWERS
+from services.engines.pytorch.vision.images import image_rules as encoded_image_rules
+from services.engines.rules import ImageRules
 from services.engines.vllm.config import VllmArguments, VllmConfig
 from services.engines.vllm.package import VllmPackage
 from services.engines.vllm.requests.sampling import BACKEND, unsupported_options
@@ -45,6 +50,7 @@ class EngineStart:
     roles: Sequence[str]
     context_tokens: int
     events: EventEndpoints | None
+    takes_images: bool
     statistics: Callable[[int, Any], None]
 
 
@@ -78,6 +84,9 @@ def _arguments(
         arguments["structured_outputs_config"] = package.structured_outputs_config(backend=BACKEND)
     if config.sleep_after_seconds is not None:
         arguments["enable_sleep_mode"] = True
+    if starting.takes_images:
+        # Of embeddings alone: vLLM loads no vision encoder, and keeps no copies in its processor's cache.
+        arguments |= {"enable_mm_embeds": True, "limit_mm_per_prompt": {"image": 0}, "mm_processor_cache_gb": 0}
     if config.lora is not None:
         arguments |= _lora_arguments(config.lora, package)
     if package.is_cpu:
@@ -210,6 +219,7 @@ def vllm_facts(config: VllmConfig, args: VllmArguments, package: VllmPackage, *,
         max_logprobs=0 if args.speculative_config else args.max_logprobs,
         eos_token_ids=end_ids(config.model, model),
         layout=_layout(config.model, model, args, package),
+        images=image_rules(config, args),
         files=model_files(config.model),
         prompt_logprobs=args.speculative_config is None and "prompt_logprobs" in package.sampling_arguments,
         guided_decoding=config.guided_decoding,
@@ -224,6 +234,26 @@ def vllm_facts(config: VllmConfig, args: VllmArguments, package: VllmPackage, *,
             ("trust_remote_code", str(args.trust_remote_code).lower()),
         ),
     )
+
+
+def image_rules(config: VllmConfig, args: VllmArguments) -> ImageRules | None:
+    """The rules of images that Baton's encoder encodes; None if it does not, or if that was not run with an option."""
+    model = read_json(config.model / "config.json")
+    tower = model.get("vision_config", {}).get("model_type")
+    if model.get("model_type") not in FAMILIES or tower not in TOWERS:
+        return None
+    if config.lora is not None or args.speculative_config is not None:
+        return None
+    encoder = encoder_config(config, args)
+    read = read_config(config.model)
+    return encoded_image_rules(read, config.model, name_of(choose_dtype(encoder, choose_device(encoder), read)))
+
+
+def encoder_config(config: VllmConfig, args: VllmArguments) -> PyTorchConfig:
+    """The settings of the embedded engine's encoder beside this engine. It computes in no float16."""
+    dtype = args.dtype if args.dtype in ("auto", "float32") else "bfloat16"
+    settings = {"model": config.model, "name": config.name, "dtype": dtype, "max_waiting": config.max_waiting}
+    return PyTorchConfig.model_validate({**settings, "canary_seconds": config.canary_seconds})
 
 
 def has_vision(folder: Path) -> bool:

@@ -60,6 +60,11 @@ class VllmPackage:
         """True if this is vLLM's build for CPUs."""
         return bool(_SOURCE.load("platforms").current_platform.is_cpu())
 
+    @property
+    def multimodal_inputs(self) -> Any:
+        """vLLM's module of processed inputs with images."""
+        return _SOURCE.load("multimodal.inputs")
+
 
 def open_vllm_package() -> VllmPackage:
     """Imports vLLM. Raises a one-line ConfigError if it is missing, cannot run here, or is not supported."""

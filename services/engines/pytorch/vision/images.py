@@ -14,7 +14,8 @@ from services.engines.rules import ImageRules
 FAMILIES = ("llava",)
 """Model types that the tests compare with transformers' own `generate` on images."""
 
-_CLASS_TOKENS = {"clip_vision_model": 1, "siglip_vision_model": 0}
+TOWERS = {"clip_vision_model": 1, "siglip_vision_model": 0}
+"""Vision towers, and how many tokens of the class of an image each puts before those of its patches."""
 
 
 def image_rules(config: PreTrainedConfig, folder: Path, dtype: str) -> ImageRules | None:
@@ -42,16 +43,16 @@ def require_images(config: PreTrainedConfig) -> LlavaConfig:
     raise ConfigError(f"roles: models of type {config.model_type!r} have no encode role: {what}; {_KNOWN}")
 
 
-_KNOWN = f"encoded are those of {', '.join(FAMILIES)} with {' or '.join(_CLASS_TOKENS)}"
+_KNOWN = f"encoded are those of {', '.join(FAMILIES)} with {' or '.join(TOWERS)}"
 
 
 def _tokens_per_image(config: LlavaConfig) -> int:
     tower: Any = config.vision_config
-    if tower.model_type not in _CLASS_TOKENS:
+    if tower.model_type not in TOWERS:
         raise ConfigError(f"engine.model: vision towers of type {tower.model_type!r} cannot be served; {_KNOWN}")
     patches = (int(tower.image_size) // int(tower.patch_size)) ** 2
     dropped = config.vision_feature_select_strategy == "default"
-    return patches + _CLASS_TOKENS[tower.model_type] - int(dropped)
+    return patches + TOWERS[tower.model_type] - int(dropped)
 
 
 def _token(folder: Path, token_id: int) -> str:

@@ -3,8 +3,9 @@
 The contents of vLLM's prefix cache, by the hash chain that routers know from other engines.
 
 vLLM's own hashes mean nothing outside it. Each stored block names its parent, so that our chain is built link by link;
-the root of a chain is that of its salt and its adapter, whose name in vLLM is our seed of it. Chains with images are
-left out, and those of handoffs, whose salt no other request has.
+the root of a chain is that of its salt and its adapter, whose name in vLLM is our seed of it. Images are in their
+blocks by digest and place. Chains with anything else are left out, and those of handoffs, whose salt no other request
+has.
 """
 
 import asyncio
@@ -12,20 +13,23 @@ import importlib
 import tempfile
 from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import structlog
 from typing_extensions import Self
 
-from engine_protocol.prefix_hash import block_hash, root_hash
+from engine_protocol.prefix_hash import block_hash, media_key, root_hash
 from runtime.aio import timeout
 from runtime.lasting import lasting
 from services.engines.external.surroundings import free_ports
 from services.engines.kv_events import KvChange, KvPublisher, KvTier
+from services.engines.prompt import MediaSpan
 from services.engines.vllm.loading import EventEndpoints
 from services.engines.vllm.monitoring import metrics
 from services.engines.vllm.requests.builder import HANDOFF_SALT
+from services.engines.vllm.requests.media import span_named
 
 # vLLM's media: those that the OffloadingConnector reports as CPU may be in the pool, too.
 _TIERS = {"GPU": KvTier.DEVICE, None: KvTier.DEVICE, "CPU": KvTier.HOST}
@@ -74,14 +78,15 @@ class CachedChains:
         if len(tokens) != size * len(hashes) or len(keys) != len(hashes):
             return
         lora = event.get("lora_name") or ""
-        keys = [_without(lora, each) for each in keys]
+        parts = [_parts(_without(lora, each)) for each in keys]
         parent = event.get("parent_block_hash")
-        previous = _root(keys[0], lora) if parent is None else self._ours.get(parent)
+        previous = _root(parts[0].others, lora) if parent is None else self._ours.get(parent)
         for index, theirs in enumerate(hashes):
-            # The first block's key is the salt; a later one's is an image.
-            if previous is None or (keys[index] and not (index == 0 and parent is None)):
+            # The first block of a chain has the salt.
+            if previous is None or (parts[index].others and not (index == 0 and parent is None)):
                 return
-            previous = block_hash(previous, tokens[index * size : (index + 1) * size])
+            media = media_key(parts[index].media, 0, size)
+            previous = block_hash(previous, tokens[index * size : (index + 1) * size], media)
             self._ours[theirs] = previous
             self._blocks[_TIERS[event.get("medium")]].add(theirs)
             self._tell(theirs)
@@ -98,6 +103,25 @@ class CachedChains:
             self._publisher.removed(self._ours.pop(theirs), self._rank)
         else:
             self._publisher.stored(self._ours[theirs], self._rank, tier)
+
+
+@dataclass(frozen=True, slots=True)
+class _BlockKeys:
+    """vLLM's keys of a block: its images, placed from its first token on, and other ones."""
+
+    media: tuple[MediaSpan, ...]
+    others: tuple[Any, ...]
+
+
+def _parts(keys: Sequence[Any]) -> _BlockKeys:
+    media, others = [], []
+    for key in keys:
+        match key:
+            case [name, int(start)] if (span := span_named(name, start)) is not None:
+                media.append(span)
+            case _:
+                others.append(key)
+    return _BlockKeys(tuple(media), tuple(others))
 
 
 def _without(lora: str, keys: Any) -> list[Any]:

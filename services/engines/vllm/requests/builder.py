@@ -1,7 +1,7 @@
 """Checks requests against the model, and builds the arguments of vLLM's `generate`."""
 
 import secrets
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -13,6 +13,7 @@ from services.engines.running.request_context import current_traceparent
 from services.engines.vllm.lora_slots import VllmLoraSlots
 from services.engines.vllm.package import VllmPackage
 from services.engines.vllm.requests.generation import VllmRequest
+from services.engines.vllm.requests.media import check_last_position, multimodal_prompt
 from services.engines.vllm.requests.sampling import Plan, TokenBudget, check_guided, check_sampling, sampling_params
 
 # Blocks that come from another worker are cached under a salt that no other request has: until their owner has
@@ -66,8 +67,8 @@ class VllmRequestBuilder:
             raise InvalidRequest.of("prompt", f"id {outside} is not within the vocabulary of {self._facts.vocab_size}")
         if prompt.lora is not None and self._slots is None:
             raise Unsupported("the engine is configured without adapters (engine.lora)")
-        if prompt.media:
-            raise Unsupported("the vllm engine does not accept images")
+        if prompt.media and self._facts.images is None:
+            raise Unsupported(f"prompt.media: the model {self._facts.name!r} takes text only")
 
     def whole(self, prompt: Prompt, sampling: Sampling, computed: Budgeted) -> VllmRequest:
         """A request for the whole answer."""
@@ -75,6 +76,8 @@ class VllmRequestBuilder:
 
     def prefill(self, prompt: Prompt, sampling: Sampling, computed: Budgeted) -> VllmRequest:
         """A request for the first token that is not known, whose KV is held if more tokens follow."""
+        if computed.is_handed_over:
+            check_last_position(prompt.media, len(computed.plan.prompt))
         known = len(computed.plan.known)
         first = replace(computed, budget=TokenBudget(known + 1, computed.budget.min_tokens))
         transfer = {"do_remote_decode": True} if computed.is_handed_over else None
@@ -84,6 +87,7 @@ class VllmRequestBuilder:
         self, prompt: Prompt, sampling: Sampling, computed: Budgeted, transfer: Mapping[str, Any]
     ) -> VllmRequest:
         """A request that reads the KV of its prompt, and generates its first tokens once more."""
+        check_last_position(prompt.media, len(computed.plan.prompt))
         salt = f"{HANDOFF_SALT}{secrets.token_hex(8)}"
         # The prompt is not computed here, and its log probabilities came with the first token.
         return self._request(prompt, replace(sampling, prompt_logprobs=None), computed, transfer, salt)
@@ -94,7 +98,7 @@ class VllmRequestBuilder:
         # vLLM without a tokenizer knows them from the checkpoint's generation configuration only, if there is one.
         ends = () if sampling.ignore_eos else self._facts.eos_token_ids
         stopping = replace(sampling, stop_token_ids=sampling.stop_token_ids.union(ends))
-        inputs: dict[str, Any] = {"prompt_token_ids": list(computed.plan.prompt)}
+        inputs = self._inputs(prompt, computed.plan.prompt)
         if salt:
             inputs["cache_salt"] = salt
         arguments: dict[str, Any] = {
@@ -108,4 +112,11 @@ class VllmRequestBuilder:
         if traceparent := current_traceparent():
             arguments["trace_headers"] = {"traceparent": traceparent}
         reported = len(prompt.token_ids)
-        return VllmRequest(computed.plan, arguments, sampling.logprobs, sampling.prompt_logprobs, reported)
+        return VllmRequest(
+            computed.plan, arguments, sampling.logprobs, sampling.prompt_logprobs, reported, prompt.is_computable
+        )
+
+    def _inputs(self, prompt: Prompt, token_ids: Sequence[int]) -> dict[str, Any]:
+        if prompt.media and self._facts.images is not None:
+            return multimodal_prompt(self._package, self._facts.images, prompt, token_ids)
+        return {"prompt_token_ids": list(token_ids)}

@@ -22,7 +22,7 @@ class KnownTokensDiffer(HandoffLost):
 @dataclass(frozen=True, slots=True)
 class VllmRequest:
     """The arguments of one call of `generate`, what it computes, and how many log probabilities each token gets, and
-    each of the first `reported` tokens of the prompt.
+    each of the first `reported` tokens of the prompt. One that is not `recomputable` has images without embeddings.
     """
 
     plan: Plan
@@ -30,6 +30,7 @@ class VllmRequest:
     logprobs: int | None = None
     prompt_logprobs: int | None = None
     reported: int = 0
+    recomputable: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +88,8 @@ class VllmGeneration(ExternalGeneration):
 
     def _note(self, output: Any) -> None:
         completion = output.outputs[0]
-        before, known = len(self.ids), self.request.plan.known
+        self._timestamps = output.metrics or self._timestamps
+        self._check(completion)
         self.ids += completion.token_ids
         if self.request.logprobs is not None and completion.logprobs:
             pairs = zip(completion.token_ids, completion.logprobs, strict=True)
@@ -96,10 +98,16 @@ class VllmGeneration(ExternalGeneration):
         self.finish_reason = completion.finish_reason or self.finish_reason
         self.kv_transfer = output.kv_transfer_params or self.kv_transfer
         self.cached_tokens = max(self.cached_tokens, output.num_cached_tokens or 0)
-        self._timestamps = output.metrics or self._timestamps
-        if self.finish_reason == _FAILED:
+
+    def _check(self, completion: Any) -> None:
+        """Raises what makes these tokens wrong, before anyone can read them: an error is seen only later."""
+        before, known, stamps = len(self.ids), self.request.plan.known, self._timestamps
+        if completion.finish_reason == _FAILED:
             raise EngineFailed("vLLM ended the request by an error; if it waited for KV, that did not arrive")
-        if tuple(self.ids[before : len(known)]) != known[before : len(self.ids)]:
+        if stamps is not None and stamps.num_preemptions and not self.request.recomputable:
+            raise HandoffLost("vLLM preempted the request, and has no images to compute its prompt again")
+        again = tuple(completion.token_ids)[: max(0, len(known) - before)]
+        if again != known[before : before + len(again)]:
             raise KnownTokensDiffer("vLLM generated other tokens than those that were sent already")
 
     def _record_prompt(self, output: Any) -> None:

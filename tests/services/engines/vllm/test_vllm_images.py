@@ -1,4 +1,4 @@
-"""A checkpoint with a vision encoder on vLLM: its language part is served, and images are not taken."""
+"""A checkpoint with a vision encoder that Baton does not encode for: its language part is served, and no images."""
 
 from pathlib import Path
 
@@ -15,8 +15,9 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
+from baton.errors import Unsupported
 from services.engines.context import EngineContext
-from services.engines.prompt import Prompt
+from services.engines.prompt import MediaSpan, Prompt
 from services.engines.vllm.config import VllmConfig
 from services.engines.vllm.factory import open_vllm
 
@@ -63,6 +64,8 @@ async def test_the_language_part_of_a_vision_checkpoint_answers_as_transformers(
         async with open_vllm(VllmConfig.model_validate(settings), EngineContext()) as engine:
             answer = await collect(engine.decode(Prompt(IDS), greedy(8)))
             images = engine.facts.images
+            with pytest.raises(Unsupported, match=r"prompt\.media: the model .* takes text only"):
+                await collect(engine.decode(Prompt(IDS, media=(MediaSpan(0, 2, b"digest"),)), greedy(8)))
     prompt = torch.tensor([IDS])
     options = {"max_new_tokens": 8, "min_new_tokens": 8, "do_sample": False}
     expected = model.generate(input_ids=prompt, attention_mask=torch.ones_like(prompt), **options)

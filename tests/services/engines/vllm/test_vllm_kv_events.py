@@ -1,12 +1,14 @@
 """vLLM's KV events in our hash chain; without vLLM."""
 
 from contextlib import aclosing
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
-from engine_protocol.prefix_hash import block_hash, root_hash
+from engine_protocol.prefix_hash import block_hash, block_hashes, root_hash
 from services.engines.kv_events import KvPublisher, KvSnapshot, KvStored
+from services.engines.prompt import MediaSpan
 from services.engines.vllm.monitoring.event_reader import CachedChains
 from services.engines.vllm.requests.builder import HANDOFF_SALT
 
@@ -81,6 +83,26 @@ async def test_an_adapter_is_in_the_root_of_its_chain(salt: str) -> None:
     assert await cache.held() == set(_chain(salt, FIRST, SECOND, THIRD, lora=lora))
 
 
+async def test_an_image_is_in_its_blocks_by_digest_and_place() -> None:
+    cache, digest = Cache(), bytes(range(32))
+    image = MediaSpan(2, 7, digest)
+    keys = [("tenant", [f"{digest.hex()}-7", 2]), ([f"{digest.hex()}-7", -2],), ([f"{digest.hex()}-7", -6],)]
+    cache.chains.feed(_stored([71, 72], FIRST + SECOND, extra_keys=keys[:2]))
+    cache.chains.feed(_stored([73], THIRD, parent=72, extra_keys=keys[2:]))
+    names = block_hashes(FIRST + SECOND + THIRD, SIZE, "tenant", [image])
+    assert await cache.held() == set(names)
+    others = [replace(image, digest=bytes(32)), replace(image, start=1), replace(image, num_tokens=6)]
+    for other in others:
+        assert not set(names) & set(block_hashes(FIRST + SECOND + THIRD, SIZE, "tenant", [other]))
+
+
+async def test_two_images_of_a_block_are_both_in_its_name() -> None:
+    cache, images = Cache(), [MediaSpan(0, 1, b"one"), MediaSpan(2, 2, b"other")]
+    keys = [([f"{b'one'.hex()}-1", 0], [f"{b'other'.hex()}-2", 2])]
+    cache.chains.feed(_stored([71], FIRST, extra_keys=keys))
+    assert await cache.held() == set(block_hashes(FIRST, SIZE, "", images))
+
+
 async def test_removed_blocks_are_gone() -> None:
     cache = Cache()
     cache.chains.feed(_stored([71, 72], FIRST + SECOND))
@@ -123,6 +145,9 @@ async def test_a_cleared_cache_is_empty() -> None:
         {"extra_keys": [("adapter", "tenant")]},
         {"lora_name": "digest:one", "extra_keys": [("digest:one", "tenant", "more")]},
         {"extra_keys": [(["image", 3],)]},
+        {"extra_keys": [(["handoff-12-3", 3],)]},
+        {"extra_keys": [(["00ff-3", "3"],)]},
+        {"extra_keys": [(["00ff-x", 3],)]},
         {"extra_keys": [(f"{HANDOFF_SALT}12",)]},
         {"medium": "STORAGE"},
         {"kv_cache_spec_kind": "sliding_window"},

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 from support.eventually import eventually
 
-from baton.errors import EngineFailed
+from baton.errors import EngineFailed, HandoffLost
 from services.engines.answer import Finished, FinishReason, Tokens
 from services.engines.external.requests import RunningStream
-from services.engines.vllm.requests.generation import VllmGeneration, VllmRequest
+from services.engines.vllm.requests.generation import KnownTokensDiffer, VllmGeneration, VllmRequest
 from services.engines.vllm.requests.sampling import Plan
 
 END = Finished(FinishReason.LENGTH, 3)
@@ -71,6 +71,42 @@ async def test_what_ended_the_generation_is_raised() -> None:
     with pytest.raises(EngineFailed, match="gone"):
         answer.stream.pull()
     answer.generation.stop()
+
+
+@pytest.mark.parametrize("recomputable", [True, False], ids=["embeddings", "no embeddings"])
+async def test_a_preempted_request_is_lost_if_it_has_no_embeddings(recomputable: bool) -> None:
+    """vLLM computes its prompt again, and zeros stand in it for the images."""
+    generation = VllmGeneration(VllmRequest(Plan((1, 2)), {}, recomputable=recomputable), 60.0)
+    stamps = SimpleNamespace(num_preemptions=0)
+
+    async def outputs() -> AsyncGenerator[Any, None]:
+        for token, preemptions in ((7, 0), (8, 1)):
+            stamps.num_preemptions = preemptions
+            output = _output([token])
+            output.metrics = stamps
+            yield output
+
+    task = generation.start(outputs(), lambda: None)
+    if recomputable:
+        await task
+    else:
+        with pytest.raises(HandoffLost, match="preempted"):
+            await task
+    assert generation.pull() == Tokens((7, 8) if recomputable else (7,))
+
+
+async def test_other_tokens_than_the_known_ones_are_never_seen() -> None:
+    """A reader that the first output woke runs before the error is known."""
+    generation = VllmGeneration(VllmRequest(Plan((1, 2), (7, 8)), {}), 60.0)
+
+    async def outputs() -> AsyncGenerator[Any, None]:
+        yield _output([7])
+        yield _output([9, 10])
+
+    task = generation.start(outputs(), lambda: None)
+    with pytest.raises(KnownTokensDiffer):
+        await task
+    assert (generation.has_known_tokens, generation.ids) == (False, [7])
 
 
 async def test_a_closed_stream_aborts_the_request_and_tells_no_more() -> None:
