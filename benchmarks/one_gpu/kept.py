@@ -6,10 +6,9 @@
 A Llama of 8B shape with made-up bfloat16 weights, or with --small a little one in float32, whose greedy ids can be
 compared whatever else is in a batch. `restart` counts from the kill to the end of a call of one token, which begins
 then. `kills` runs the streams undisturbed, and then with kills; its gaps are the longest one of each stream around each
-kill, and `again` are the tokens of prompts that the last process has computed. With --keeping off, and with --keeping
-vllm by another engine, nothing is kept, and a supervisor starts the worker again. With --standby each kill waits until
-a process stands by. Every kill counts as the keeper's first. `cost` computes steps of as many sequences by two engines
-in one process, one of which keeps, in turns.
+kill. With --keeping off, and with --keeping vllm by another engine, nothing is kept, and a supervisor starts the worker
+again. With --standby each kill waits until a process stands by. Every kill counts as the keeper's first. `cost`
+computes steps of as many sequences by two engines in one process, one of which keeps, in turns.
 """
 
 import argparse
@@ -251,7 +250,6 @@ async def recovered() -> None:
     parts = {"decodes": ["whole", "cut", "ids", "damaged"], "blocks": ["used", "damaged"]}
     for name, metric in names.items():
         say(name, **{part: found.sum(metric, outcome=part) for part in parts[name]})
-    say("again", prompt_tokens=found.sum("baton_worker_prompt_tokens_total"))
 
 
 def core_of(options: argparse.Namespace, folder: Path, kept: KeptMemory | None) -> EngineCore:
