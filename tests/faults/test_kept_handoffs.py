@@ -1,5 +1,6 @@
 """Workers that keep their memory hand KV over within the host, also after they were killed."""
 
+import asyncio
 from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -11,7 +12,8 @@ from support.cluster.several_processes import until
 from support.engines.device import DEVICE, ON_DEVICE
 from support.keeping import workers_of
 
-from baton.inference.v1 import timing_pb2
+from baton import AsyncClient
+from baton.inference.v1 import cluster_service_pb2, timing_pb2
 from baton.inference.v1.inference_service_pb2_grpc import InferenceServiceStub
 from rpc.channels import open_channel
 
@@ -28,6 +30,10 @@ def _kill(keeper: Process) -> None:
 
 def _is_back(keeper: Process) -> bool:
     return "worker was started again" in keeper.log.read_text()
+
+
+async def _all_ready(client: AsyncClient) -> bool:
+    return all(worker.state == cluster_service_pb2.WORKER_STATE_READY for worker in await client.workers())
 
 
 async def _answers(stub: InferenceServiceStub, salt: str) -> Sequence[Answer]:
@@ -51,12 +57,14 @@ async def test_kept_pools_are_read_within_the_host_before_and_after_their_owner_
         router = stack.enter_context(process("router", "router.yaml", patience, tmp_path / "router.log"))
         for each in (*workers, router):
             each.wait_until_serving()
-        async with open_channel(router.address) as channel:
+        async with open_channel(router.address) as channel, AsyncClient(router.address) as client:
             stub = InferenceServiceStub(channel)
             found = [await _answers(stub, "whole")]
             for killed in workers:
                 _kill(killed)
                 await until(lambda killed=killed: _is_back(killed))  # type: ignore[misc]
+                while not await _all_ready(client):  # noqa: ASYNC110
+                    await asyncio.sleep(0.05)
                 found.append(await _answers(stub, f"after {killed.log.name}"))
     timings = [timing for answers in found for answer in answers for timing in answer.finished.timings]
     assert {timing.transport for timing in timings if timing.stage == timing_pb2.STAGE_HANDOFF_TRANSFER} == {_NEAR}
