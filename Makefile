@@ -64,7 +64,7 @@ STUCK := -o faulthandler_timeout=600 -o faulthandler_exit_on_timeout=true
 
 # What `make gpu` runs, with the engine on the GPU.
 ON_A_GPU := tests/services/engines/pytorch tests/services/engines/contract tests/services/transports/test_cuda_ipc.py tests/services/transports/test_nixl_on_a_gpu.py \
-	tests/services/engines/memory/test_device_file.py tests/e2e/test_same_ids.py tests/faults/test_embedded_engine.py
+	tests/services/engines/memory/test_device_file.py tests/e2e/test_same_ids.py tests/faults/test_embedded_engine.py tests/faults/test_kept_handoffs.py
 
 # What `make bench` measures: so many requests at once, in turn, each with prompts of ISL tokens and answers of OSL. URL= is a
 # server of OpenAI's API in the place of this cluster; BENCH= has more options of `baton bench sweep`.

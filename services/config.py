@@ -196,7 +196,8 @@ class WorkerConfig(Section):
             raise ValueError("keep_memory: needs server=http2, which can listen at a socket that is kept")
         if self.keep_memory.is_on and not set(self.roles) & with_kv():
             raise ValueError(f"keep_memory: roles: a worker of {', '.join(self.roles)} has nothing that can be kept")
-        if self.keep_memory.is_on and (why_not := self.engine.why_not_kept(kv=self.keep_memory.kv)):
+        kept = self.keep_memory
+        if kept.is_on and (why_not := self.engine.why_not_kept(weights=kept.weights, kv=kept.kv)):
             raise ValueError(f"keep_memory: {why_not}")
         return self
 

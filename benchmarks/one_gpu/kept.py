@@ -1,13 +1,14 @@
 """A worker on a GPU whose memory is kept is killed: how long until it answers, and what becomes of its streams?
 
     python -m benchmarks.one_gpu.kept [--only restart,kills,cost] [--kills 20] [--streams 64] [--prompt 4000] [--small]
-        [--losses SIGKILL]
+        [--losses SIGKILL] [--keeping kept]
 
 A Llama of 8B shape with made-up bfloat16 weights, or with --small a little one in float32, whose greedy ids can be
 compared whatever else is in a batch. `restart` counts from the kill to the end of a call of one token, which begins
 then. `kills` runs the streams undisturbed, and then with kills; its gaps are the longest one of each stream around each
-kill. With --standby each kill waits until a process stands by. Every kill counts as the keeper's first. `cost` computes
-steps of as many sequences by two engines in one process, one of which keeps, in turns.
+kill. With --keeping off, and with --keeping vllm by another engine, nothing is kept, and a supervisor starts the worker
+again. With --standby each kill waits until a process stands by. Every kill counts as the keeper's first. `cost`
+computes steps of as many sequences by two engines in one process, one of which keeps, in turns.
 """
 
 import argparse
@@ -26,12 +27,13 @@ import psutil
 import torch
 from support.clients.scraping import scrape
 from support.keeping import keeper_here, workers_of
+from support.servers.etcd import free_port
 
 from baton import AsyncClient
 from baton.errors import BatonError
 from baton.inference.v1 import generate_pb2
 from benchmarks.gpu_transfer import TINY
-from benchmarks.one_gpu.cluster import Worker, cluster, embedded
+from benchmarks.one_gpu.cluster import Worker, cluster, embedded, vllm_of
 from benchmarks.one_gpu.drain import Answer, Streams
 from benchmarks.two_gpus.model import VOCABULARY, big_shape, folder_of, small_shape
 from benchmarks.two_gpus.report import quantile, say
@@ -42,9 +44,12 @@ from services.engines.pytorch.config import PyTorchConfig
 from services.engines.pytorch.core import EngineCore
 from services.engines.pytorch.sequence import Event
 
-_METRICS = "127.0.0.1:19477"
+_METRICS = f"127.0.0.1:{free_port()}"
 _MODULE = "benchmarks.one_gpu.kept_worker"
+_SUPERVISED = "benchmarks.one_gpu.supervised"
 _KEPT = {"weights": True, "kv": True}
+# Room for all streams to their ends, as the embedded engine has by default.
+_VLLM = {"kv_cache_memory_bytes": 48 << 30, "gpu_memory_utilization": 0.9, "max_num_seqs": 64}
 # What comes later than so long after a kill was not on its way.
 _COST_TOKENS = 170  # of an answer whose steps are timed
 _UNDER_WAY_SECONDS = 0.2
@@ -54,22 +59,31 @@ _STANDBY_SECONDS = 1.5
 
 @asynccontextmanager
 async def kept_worker(options: argparse.Namespace, folder: Path) -> AsyncIterator[AsyncClient]:
-    """A worker that keeps, and a router."""
-    pool = {"kv_cache_bytes": int(options.pool_gib * 2**30)} if options.pool_gib else {}
-    engine = embedded(folder, max_sequences=options.streams, execution="fused", **pool)
-    settings = {"keep_memory": _KEPT | {"standby": options.standby}, "metrics_listen": _METRICS}
+    """A worker that keeps, or one that is started again without, and a router."""
     began = time.perf_counter()
-    worker = Worker("kept", ("prefill", "decode"), engine, _MODULE, settings)
+    worker = _worker(options, folder)
     patient = {"retry.reattach_seconds": options.reattach, "retry.wait_seconds": options.reattach}
     async with cluster([worker], patient) as found, AsyncClient(found.address) as client:
         say("cluster", start_s=time.perf_counter() - began)
         yield client
 
 
+def _worker(options: argparse.Namespace, folder: Path) -> Worker:
+    pool = {"kv_cache_bytes": int(options.pool_gib * 2**30)} if options.pool_gib else {}
+    engine = embedded(folder, max_sequences=options.streams, execution="fused", **pool)
+    metrics: dict[str, object] = {"metrics_listen": _METRICS}
+    if options.keeping == "kept":
+        settings = metrics | {"keep_memory": _KEPT | {"standby": options.standby}}
+        return Worker("kept", ("prefill", "decode"), engine, _MODULE, settings)
+    if options.keeping == "vllm":
+        return Worker("kept", ("decode",), vllm_of(folder, **_VLLM), _SUPERVISED, metrics)
+    return Worker("kept", ("prefill", "decode"), engine, _SUPERVISED, metrics)
+
+
 def worker_processes() -> list[psutil.Process]:
     """The worker, and the process that stands by for it, if there is one."""
-    keeper = next(each for each in psutil.Process().children() if _MODULE in each.cmdline())
-    return workers_of(keeper.pid)
+    parent = next(each for each in psutil.Process().children() if {_MODULE, _SUPERVISED} & {*each.cmdline()})
+    return workers_of(parent.pid)
 
 
 def worker_process() -> psutil.Process:
@@ -188,7 +202,9 @@ async def _round(
 async def _lose(streams: Streams, how: str) -> None:
     """Sends the worker a signal, or has it upgraded while the streams decode."""
     if how != "upgrade":
-        worker_process().send_signal(signal.Signals[how])
+        worker = worker_process()
+        for each in (worker, *worker.children(recursive=True)):  # an engine may have processes of its own
+            each.send_signal(signal.Signals[how])
         return
     began = time.perf_counter()
     await streams.client.upgrade_worker("kept", timeout_seconds=60)
@@ -314,6 +330,7 @@ def main() -> None:
     parser.add_argument("--streams", type=int, default=4 if TINY else 64)
     parser.add_argument("--prompt", type=int, default=200 if TINY else 4000, help="tokens")
     parser.add_argument("--answer", type=int, default=3900, help="tokens")
+    parser.add_argument("--keeping", choices=["kept", "off", "vllm"], default="kept")
     parser.add_argument("--standby", action="store_true")
     parser.add_argument("--seconds", type=float, default=100.0, help="the longest time of the rounds with kills")
     parser.add_argument("--reattach", type=float, default=4.0, help="seconds for which the router waits")

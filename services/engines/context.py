@@ -27,9 +27,9 @@ class EngineConfig(Section):
         """True if this process only computes for the engine of another one, which is the worker."""
         return False
 
-    def why_not_kept(self, *, kv: bool) -> str:
-        """The reason that its weights, or `kv`, cannot outlive its process, with its key; empty if they can."""
-        del kv
+    def why_not_kept(self, *, weights: bool, kv: bool) -> str:
+        """The reason that `weights` or `kv` cannot outlive its process, with its key; empty if they can."""
+        del weights, kv
         return f"engine.kind: the engine {self.kind} keeps neither weights nor KV"
 
     def max_node_ids(self, roles: Sequence[str]) -> int:

@@ -3,6 +3,7 @@
 base.py           the Protocol of a transport
 registry.py       the transports by name
 cuda_ipc.py       between GPUs of one host: the reader maps the pool, a kernel copies
+descriptors.py    hands the descriptor of memory to another process
 shm.py            between processes of one host: the reader maps the pool
 tcp.py            over sockets: the reader
 tcp_server.py     over sockets: the owner

@@ -1,12 +1,14 @@
 """The transport between GPUs of one host: the reader maps the owner's pool, and a kernel gathers the blocks.
 
-The owner takes no part. Mapped memory stays while a reader has it open, even after its owner has ended.
+The owner takes no part, but for handing over the descriptor of memory that CUDA has no handle for. Mapped memory stays
+while a reader has it open, even after its owner has ended.
 """
 
 import asyncio
+import os
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict
+from contextlib import ExitStack
 
 import structlog
 
@@ -31,6 +33,7 @@ from services.transports.base import (
     TransportContext,
     TransportUnavailable,
 )
+from services.transports.descriptors import DescriptorOffer, fetch_descriptor
 from services.transports.shm import host_id
 
 log = structlog.get_logger(__name__)
@@ -38,18 +41,6 @@ log = structlog.get_logger(__name__)
 _THREADS = 4
 # A copy of 1 GiB within a GPU, or of 500 MiB between two; waking a thread from sleep takes a good part of that.
 _ASKING_SECONDS = 2e-3
-
-
-async def _endpoint(memory: BlockMemory) -> Endpoint | None:
-    """Returns the endpoint of a pool; None if it is not in GPU memory, and, with a warning, if CUDA refuses."""
-    if not isinstance(memory, DeviceBlockMemory) or not host_id():
-        return None
-    try:
-        export = await asyncio.to_thread(memory.export)
-    except DeviceUnavailable as error:
-        log.warning("cuda_ipc does not offer this pool", reason=str(error))
-        return None
-    return Endpoint(cuda_ipc=handoff_pb2.CudaIpcEndpoint(host_id=host_id(), **asdict(export)))
 
 
 class CudaIpcTransport(Transport):
@@ -62,14 +53,45 @@ class CudaIpcTransport(Transport):
     def __init__(self, context: TransportContext) -> None:
         self._memory = context.memory
         self._threads = ThreadPoolExecutor(max_workers=_THREADS, thread_name_prefix="cuda-ipc")
+        self._offers: list[DescriptorOffer] = []
 
     async def __aexit__(self, *exception: object) -> None:
+        for offer in self._offers:
+            await offer.close()
         self._threads.shutdown()
 
     async def offer(self, memory: BlockMemory, exposure: Exposure) -> Endpoint | None:
-        """Exports the pool's allocation. CUDA lets processes of the same user map it. See Transport."""
+        """Exports the pool's allocation, which processes of the same user can map. See Transport.
+
+        Returns None if it is not in GPU memory, and, with a warning, if CUDA refuses.
+        """
         del exposure
-        return await _endpoint(memory)
+        if not isinstance(memory, DeviceBlockMemory) or not host_id():
+            return None
+        try:
+            export = await asyncio.to_thread(memory.export)
+        except DeviceUnavailable as error:
+            log.warning("cuda_ipc does not offer this pool", reason=str(error))
+            return None
+        return Endpoint(cuda_ipc=self._endpoint(export))
+
+    def _endpoint(self, export: DeviceExport) -> handoff_pb2.CudaIpcEndpoint:
+        endpoint = handoff_pb2.CudaIpcEndpoint(
+            host_id=host_id(),
+            device=export.device,
+            process=export.process,
+            address=export.address,
+            offset=export.offset,
+            size=export.size,
+        )
+        match export.handle:
+            case int() as descriptor:
+                offer = DescriptorOffer(descriptor)
+                self._offers.append(offer)
+                endpoint.descriptor_socket, endpoint.secret = offer.name, offer.secret
+            case handle:
+                endpoint.handle = handle
+        return endpoint
 
     async def open(self, endpoint: Endpoint, shape: PoolShape) -> "CudaIpcPool":
         """Maps the pool. See Transport."""
@@ -82,20 +104,22 @@ class CudaIpcTransport(Transport):
             raise TransportUnavailable(
                 f"{offered.size} bytes do not hold {shape.num_blocks} blocks of {shape.block_bytes} bytes"
             )
-        export = DeviceExport(
-            device=offered.device,
-            process=offered.process,
-            address=offered.address,
-            handle=offered.handle,
-            offset=offered.offset,
-            size=offered.size,
-        )
-        loop = asyncio.get_running_loop()
+        opening = asyncio.get_running_loop().run_in_executor(self._threads, _attach, self._memory, offered)
         try:
-            reader = await loop.run_in_executor(self._threads, self._memory.attach, export)
+            reader = await opening
         except DeviceUnavailable as error:
             raise TransportUnavailable(str(error)) from error
         return CudaIpcPool(reader, self._memory, self._threads)
+
+
+def _attach(memory: DeviceBlockMemory, offered: handoff_pb2.CudaIpcEndpoint) -> DeviceReader:
+    with ExitStack() as opened:
+        handle: bytes | int = offered.handle
+        if offered.descriptor_socket:
+            handle = fetch_descriptor(offered.descriptor_socket, offered.secret)
+            opened.callback(os.close, handle)
+        export = DeviceExport(offered.device, offered.process, offered.address, handle, offered.offset, offered.size)
+        return memory.attach(export)
 
 
 class CudaIpcPool:

@@ -1,7 +1,7 @@
 """Memory of a GPU with a file descriptor: for a GPU what a file without a name (memfd) is for host memory.
 
 It lasts as long as a process has it mapped or holds a descriptor of it, also one that does not use CUDA. CUDA's other
-handles (cuIpcGetMemHandle) do not exist for such memory.
+handles (cuIpcGetMemHandle) do not exist for such memory: other processes map it by a descriptor, too.
 """
 
 import ctypes
@@ -60,42 +60,67 @@ def map_device_file(descriptor: int, num_bytes: int, device: torch.device) -> to
     Closes the descriptor. Raises DeviceUnavailable, for instance for a descriptor of something else.
     """
     _make_current(device)
-    handle = ctypes.c_ulonglong()
     try:
-        # The descriptor's number is passed as if it were a pointer.
-        number = ctypes.c_void_p(descriptor)
-        imported = driver().cuMemImportFromShareableHandle(ctypes.byref(handle), number, _DESCRIPTOR)
-        check(imported, f"kept memory of {device} cannot be opened")
+        mapping = DeviceMapping(descriptor, num_bytes, device)
     finally:
         os.close(descriptor)
-    try:
-        mapping = _Mapping(handle, _rounded(num_bytes, device), num_bytes, device)
-    finally:
-        driver().cuMemRelease(handle)  # what is mapped lasts as long as the mapping
     return torch.as_tensor(mapping, device=device)
 
 
-class _Mapping:
-    """Memory in this process's address space, until nobody refers to it: PyTorch does as long as a tensor of it is."""
+class DeviceMapping:
+    """Such memory at `address` in this process, for kernels of `device`, which may be another GPU than the memory's.
 
-    def __init__(self, handle: ctypes.c_ulonglong, size: int, num_bytes: int, device: torch.device) -> None:
+    It lasts until `close`, or until nobody refers to it; PyTorch does as long as a tensor of it is. The descriptor
+    stays the caller's. Raises DeviceUnavailable, for instance for a descriptor of something else, or without peer
+    access.
+    """
+
+    def __init__(self, descriptor: int, num_bytes: int, device: torch.device) -> None:
+        torch.cuda.set_device(device)
+        size, handle = _rounded(num_bytes, device), ctypes.c_ulonglong()
+        # The descriptor's number is passed as if it were a pointer.
+        number = ctypes.c_void_p(descriptor)
+        imported = driver().cuMemImportFromShareableHandle(ctypes.byref(handle), number, _DESCRIPTOR)
+        check(imported, f"kept memory cannot be opened on {device}")
+        try:
+            self.address = self._map(handle, size, device)
+        finally:
+            driver().cuMemRelease(handle)  # what is mapped lasts as long as the mapping
+        data = (self.address, False)
+        self.__cuda_array_interface__ = {"shape": (num_bytes,), "typestr": "|u1", "data": data, "version": 2}
+
+    def _map(self, handle: ctypes.c_ulonglong, size: int, device: torch.device) -> int:
         address = ctypes.c_ulonglong()
         zero, whole = ctypes.c_size_t(0), ctypes.c_size_t(size)
         reserved = driver().cuMemAddressReserve(ctypes.byref(address), whole, zero, ctypes.c_ulonglong(0), _NO_FLAGS)
         check(reserved, f"no addresses for {size / 2**30:.1f} GiB of {device}")
-        weakref.finalize(self, _unmap, address.value, size, device).atexit = False
+        self._place = address.value, size, device
+        self._unmapping = weakref.finalize(self, _unmap_when_idle, *self._place)
+        self._unmapping.atexit = False
         mapped = driver().cuMemMap(address, whole, zero, handle, _NO_FLAGS)
-        check(mapped, f"kept memory of {device} cannot be mapped, as if it had another size")
+        check(mapped, "kept memory cannot be mapped, as if it had another size")
         access = _Access(_location(device), _READ_WRITE)
         allowed = driver().cuMemSetAccess(address, whole, ctypes.byref(access), ctypes.c_size_t(1))
-        check(allowed, f"kept memory of {device} cannot be used")
-        data = (address.value, False)
-        self.__cuda_array_interface__ = {"shape": (num_bytes,), "typestr": "|u1", "data": data, "version": 2}
+        check(allowed, f"kept memory cannot be used by {device}")
+        return address.value
+
+    def close(self) -> None:
+        """Unmaps it, once. No kernel uses it any more.
+
+        Unlike the end of a tensor it does not wait for the GPU, which would be an error while graphs are captured.
+        """
+        if self._unmapping.detach():
+            _unmap(*self._place)
+
+
+def _unmap_when_idle(address: int, size: int, device: torch.device) -> None:
+    torch.cuda.set_device(device)
+    driver().cuCtxSynchronize()  # a kernel may still use it
+    _unmap(address, size, device)
 
 
 def _unmap(address: int, size: int, device: torch.device) -> None:
     torch.cuda.set_device(device)
-    driver().cuCtxSynchronize()  # a kernel may still use it
     driver().cuMemUnmap(ctypes.c_ulonglong(address), ctypes.c_size_t(size))
     driver().cuMemAddressFree(ctypes.c_ulonglong(address), ctypes.c_size_t(size))
 

@@ -15,14 +15,15 @@ class DeviceUnavailable(Exception):
 class DeviceExport:
     """A pool as other processes of the host can map it.
 
-    `handle` is CUDA's IPC handle of the allocation, in which the pool begins at `offset`; `address` is the pool's
-    address in the owner's process `process`. `device` is the GPU's UUID.
+    `handle` is CUDA's IPC handle of the allocation, in which the pool begins at `offset`; or a file descriptor of it,
+    in this process, that whoever made the export owns. `address` is the pool's address in the owner's process
+    `process`. `device` is the GPU's UUID.
     """
 
     device: str
     process: int
     address: int
-    handle: bytes
+    handle: bytes | int
     offset: int
     size: int
 
@@ -55,7 +56,7 @@ class DeviceBlockMemory(BlockMemory, Protocol):
     """A pool in a GPU's memory."""
 
     def export(self) -> DeviceExport:
-        """Returns what other processes need to map it, valid while the pool exists. Raises DeviceUnavailable."""
+        """Returns what other processes need to map it, valid until the pool is closed. Raises DeviceUnavailable."""
 
     def attach(self, export: DeviceExport) -> DeviceReader:
         """Opens another pool with blocks of the same size. Blocking. Raises DeviceUnavailable."""

@@ -168,14 +168,22 @@ class PyTorchConfig(EngineConfig):
     def is_follower(self) -> bool:
         return self.multi_node is not None and self.multi_node.rank > 0
 
-    def why_not_kept(self, *, kv: bool) -> str:
+    def why_not_kept(self, *, weights: bool, kv: bool) -> str:
         if kv and not self.prefix_cache:
             return "engine.prefix_cache: false, and it is the prefix cache whose KV is kept"
         if self.device.startswith("cuda") and self.execution == "library":
             return "engine.execution: library: memory of a GPU is kept of fused models only"
         if self.tensor_parallel_size > 1:
-            return "engine.tensor_parallel_size: the memory of a split model cannot be kept yet"
+            return self._why_not_kept_split(weights)
         return ""
+
+    def _why_not_kept_split(self, weights: bool) -> str:
+        field = "engine.tensor_parallel_size"
+        if self.multi_node is not None:
+            return f"{field}: ranks that are started for themselves have no keeper"
+        if self.device != "cpu":
+            return f"{field}: only a pool that all ranks share is kept, with engine.device: cpu"
+        return f"{field}: keep_memory.weights: those of a split model cannot be kept yet" if weights else ""
 
     @property
     def served_name(self) -> str:

@@ -1,6 +1,8 @@
 """The engine on its thread: model, pool and scheduler, and the life of a request."""
 
+import os
 import secrets
+import signal
 import statistics
 import time
 from collections.abc import Sequence
@@ -115,6 +117,11 @@ class EngineCore:
         """Has the next process drop the KV that outlives this one: the device has failed amid a write."""
         if self._pool.record_of_cache is not None:
             self._pool.record_of_cache.distrust()
+
+    def end_with_ranks(self) -> None:
+        """Kills this process, as another rank has ended, if its decodes outlive it: the next one goes on with them."""
+        if self.journal is not None:
+            os.kill(os.getpid(), signal.SIGKILL)
 
     def close(self) -> None:
         """Frees the memory, and ends the other ranks."""

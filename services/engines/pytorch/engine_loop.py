@@ -18,6 +18,7 @@ from services.engines.base import EngineLoad
 from services.engines.pytorch.core import EngineCore
 from services.engines.pytorch.failures import StallDetector, failure_of
 from services.engines.pytorch.model.loading import use_device
+from services.engines.pytorch.parallel.ranks import RankLost
 
 _log = structlog.get_logger(__name__)
 
@@ -118,6 +119,8 @@ class EngineLoop:
         except RuntimeError as error:  # PyTorch raises it for almost every failure
             _log.error("engine failed", error=str(error), exc_info=True)
             failure = failure_of("engine", error)
+            if isinstance(error, RankLost):
+                self._core.end_with_ranks()
             if isinstance(failure, DeviceFailed):
                 self._core.distrust_memory()
         finally:

@@ -89,6 +89,8 @@ def open_parts(
     if kept is not None and kept.keeper.start.is_successor:
         _rehearse(config, model, layout)
     kept_pool = KeptPool.find(kept.keeper, form_of(config, layout)) if kept is not None and kept.kv else None
+    if kept is not None and kept.kv and followers is not None:
+        followers.replace_earlier(kept.keeper)
     reserved = STANDBY_BYTES if kept is not None and kept.standby else 0
     blocks = kept_pool.num_blocks if kept_pool else num_blocks(config, model, layout, reserved)
     blocks = followers.least_blocks(blocks) if followers else blocks

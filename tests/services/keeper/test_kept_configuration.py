@@ -18,6 +18,8 @@ from services.keeping import begin_start
 
 _EMBEDDED = {"kind": "pytorch", "model": "models/demo", "device": "cpu"}
 _LIBRARY_ON_A_GPU = {"device": "cuda:1", "execution": "library"}
+_SPLIT = {"tensor_parallel_size": 2}
+_SEVERAL_HOSTS = {"multi_node": {"leader": "localhost:29500", "rank": 0}}
 _SLEEP = {"group": "/nowhere", "group_bytes": 2, "bytes": 1}
 _STANDBY = {"kv": True, "weights": True, "standby": True}
 _KV = {"keep_memory": {"kv": True}}
@@ -25,7 +27,15 @@ _KV = {"keep_memory": {"kv": True}}
 _REFUSED = [
     ({**_KV, "engine": {"kind": "simulated"}}, "keep_memory: engine.kind: the engine simulated keeps neither"),
     ({**_KV, "engine": {**_EMBEDDED, **_LIBRARY_ON_A_GPU}}, "keep_memory: engine.execution: library"),
-    ({**_KV, "engine": {**_EMBEDDED, "tensor_parallel_size": 2}}, "keep_memory: engine.tensor_parallel_size"),
+    ({"keep_memory": {"kv": True, "weights": True}, "engine": {**_EMBEDDED, **_SPLIT}}, "keep_memory.weights: those"),
+    (
+        {**_KV, "engine": {**_EMBEDDED, **_SPLIT, "device": "cuda"}},
+        "tensor_parallel_size: only a pool that",
+    ),
+    (
+        {**_KV, "engine": {**_EMBEDDED, **_SPLIT, **_SEVERAL_HOSTS}},
+        "tensor_parallel_size: ranks that are started",
+    ),
     ({**_KV, "engine": {**_EMBEDDED, "prefix_cache": False}}, "keep_memory: engine.prefix_cache"),
     ({**_KV, "engine": _EMBEDDED, "server": "grpcio"}, "keep_memory: needs server=http2"),
     ({**_KV, "engine": _EMBEDDED, "roles": ["encode"]}, "keep_memory: roles: a worker of encode"),
@@ -53,12 +63,12 @@ def test_weights_are_kept_without_a_prefix_cache() -> None:
 @pytest.mark.parametrize("execution", ["auto", "fused"])
 def test_memory_of_a_gpu_is_kept_of_fused_models(execution: str) -> None:
     engine = PyTorchConfig.model_validate({**_EMBEDDED, "device": "cuda:1", "execution": execution})
-    assert not engine.why_not_kept(kv=True)
+    assert not engine.why_not_kept(weights=True, kv=True)
 
 
 def test_nothing_is_kept_by_default() -> None:
     assert not WorkerConfig.model_validate({"engine": _EMBEDDED}).keep_memory.is_on
-    assert not PyTorchConfig.model_validate(_EMBEDDED).why_not_kept(kv=True)
+    assert not PyTorchConfig.model_validate(_EMBEDDED).why_not_kept(weights=True, kv=True)
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
 """The transport cuda_ipc: its refusals, the end of a pull, and, on a GPU, two processes."""
 
 import asyncio
+import os
 import random
 import signal
 import time
@@ -8,7 +9,17 @@ import time
 import pytest
 import torch
 from support.engines.device import DEVICE
-from support.transports.device_pools import BLOCK_BYTES, BLOCKS, HostAsDevice, gpu_owner, gpu_pool, host_pools, words
+from support.transports.device_pools import (
+    BLOCK_BYTES,
+    BLOCKS,
+    HostAsDevice,
+    KeptHostAsDevice,
+    gpu_owner,
+    gpu_pool,
+    host_pools,
+    read_elsewhere,
+    words,
+)
 from support.transports.grants import EveryBlock
 
 from services.engines.kv import BlockMemory
@@ -65,6 +76,28 @@ async def test_blocks_arrive_where_they_belong_and_nowhere_else() -> None:
         assert [block for block in range(BLOCKS) if any(ours.block(block))] == [7, 8, 40]
 
 
+async def test_a_kept_pool_is_read_by_its_descriptor_of_which_none_stays_open() -> None:
+    with host_pools(KeptHostAsDevice) as (theirs, ours):
+        before = len(os.listdir("/proc/self/fd"))
+        async with open_transports(("cuda_ipc",), memory=ours) as [transport]:
+            [endpoint] = await offer_pool([transport], theirs, LOOPBACK)
+            assert endpoint.cuda_ipc.handle == b""
+            reader = await transport.open(endpoint, SHAPE)
+            await reader.pull(transfer(ours, [9, 3, 4], [40, 7, 8]))
+            reader.close()
+        assert [ours.block(into) for into in (40, 7, 8)] == [theirs.block(block) for block in (9, 3, 4)]
+        assert len(os.listdir("/proc/self/fd")) == before
+
+
+async def test_a_kept_pool_of_an_owner_that_has_ended_is_refused() -> None:
+    with host_pools(KeptHostAsDevice) as (theirs, ours):
+        endpoint = await offered(theirs)
+        assert endpoint is not None
+        async with open_transports(("cuda_ipc",), memory=ours) as [transport]:
+            with pytest.raises(TransportUnavailable, match="does not hand over its memory's descriptor"):
+                await transport.open(endpoint, SHAPE)
+
+
 async def test_what_cannot_be_read_is_refused_with_the_reason() -> None:
     with host_pools() as (theirs, ours), SharedPool(BLOCKS, BLOCK_BYTES) as host:
         endpoint = await offered(theirs)
@@ -118,11 +151,12 @@ async def test_a_pull_that_fails_or_comes_too_late_says_so() -> None:
 
 
 @needs_gpu
+@pytest.mark.parametrize("kept", [False, True])
 @pytest.mark.parametrize("count", [1, 7, BLOCKS])
-async def test_words_of_another_process_arrive_in_their_places(count: int) -> None:
+async def test_words_of_another_process_arrive_in_their_places(count: int, kept: bool) -> None:
     ours = gpu_pool()
     source, destination = random.sample(range(BLOCKS), count), random.sample(range(BLOCKS), count)
-    async with gpu_owner() as owner, open_transports(("cuda_ipc",), memory=ours) as [transport]:
+    async with gpu_owner(kept=kept) as owner, open_transports(("cuda_ipc",), memory=ours) as [transport]:
         reader = await transport.open(owner.endpoint, SHAPE)
         await reader.pull(transfer(ours, source, destination))
         reader.close()
@@ -133,8 +167,17 @@ async def test_words_of_another_process_arrive_in_their_places(count: int) -> No
 
 
 @needs_gpu
+@pytest.mark.parametrize("kept", [False, True])
+async def test_a_reader_need_not_see_the_owners_gpu(kept: bool) -> None:
+    """Each process sees its own GPU only, where there are two, as workers of `baton up` do."""
+    async with gpu_owner(kept=kept) as owner:
+        assert await read_elsewhere(owner.endpoint) is True
+
+
+@needs_gpu
+@pytest.mark.parametrize("kept", [False, True])
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
-async def test_an_owner_that_dies_or_stops_amid_pulls_harms_nothing_here(number: signal.Signals) -> None:
+async def test_an_owner_that_dies_or_stops_amid_pulls_harms_nothing_here(number: signal.Signals, kept: bool) -> None:
     """Each pull brings the right words or fails by name, and this process continues to compute and to
     pull from others.
     """
@@ -142,7 +185,7 @@ async def test_an_owner_that_dies_or_stops_amid_pulls_harms_nothing_here(number:
     ids = list(range(BLOCKS))
     right = torch.arange(BLOCKS * WORDS, device="cuda").view(BLOCKS, WORDS)
     async with open_transports(("cuda_ipc",), memory=ours) as [transport]:
-        async with gpu_owner() as owner:
+        async with gpu_owner(kept=kept) as owner:
             reader = await transport.open(owner.endpoint, SHAPE)
             failures = 0
             for turn in range(60):
@@ -161,7 +204,7 @@ async def test_an_owner_that_dies_or_stops_amid_pulls_harms_nothing_here(number:
             print(f"after {number.name}: {failures} of 60 pulls failed")
             reader.close()
         assert torch.ones(1000, device="cuda").sum().item() == 1000
-        async with gpu_owner() as another:
+        async with gpu_owner(kept=kept) as another:
             reader = await transport.open(another.endpoint, SHAPE)
             words(ours).zero_()
             torch.cuda.synchronize()
@@ -171,11 +214,12 @@ async def test_an_owner_that_dies_or_stops_amid_pulls_harms_nothing_here(number:
 
 
 @needs_gpu
-async def test_a_handle_of_memory_that_is_gone_is_refused() -> None:
+@pytest.mark.parametrize(("kept", "reason"), [(False, "cannot be mapped"), (True, "does not hand over its memory")])
+async def test_a_handle_of_memory_that_is_gone_is_refused(kept: bool, reason: str) -> None:
     ours = gpu_pool()
-    async with gpu_owner() as owner:
+    async with gpu_owner(kept=kept) as owner:
         endpoint = owner.endpoint
     async with open_transports(("cuda_ipc",), memory=ours) as [transport]:
-        with pytest.raises(TransportUnavailable, match="cannot be mapped"):
+        with pytest.raises(TransportUnavailable, match=reason):
             await transport.open(endpoint, SHAPE)
     assert torch.ones(1000, device="cuda").sum().item() == 1000

@@ -4,9 +4,10 @@ import asyncio
 import multiprocessing
 import os
 import threading
+import time
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 
@@ -18,8 +19,8 @@ from baton.engine.v1 import handoff_pb2
 from services.engines.kv import KvLayout
 from services.engines.memory.device_memory import DeviceExport, DeviceUnavailable
 from services.engines.memory.shared_pool import SharedPool
-from services.engines.pytorch.kv_cache.memory import DeviceMemory
-from services.transports.base import Exposure
+from services.engines.pytorch.kv_cache.memory import DeviceMemory, pool_file
+from services.transports.base import Exposure, PoolShape, Transfer, TransportUnavailable
 from services.transports.registry import offer_pool, open_transports
 
 BLOCKS = 64
@@ -48,6 +49,20 @@ class HostAsDevice(SharedPool):
         if self.lost:
             raise DeviceUnavailable(self.lost)
         return HostReader(_POOLS[export.address], self)
+
+
+class KeptHostAsDevice(HostAsDevice):
+    """Such a pool, exported by its descriptor, like a GPU's that is kept."""
+
+    def export(self) -> DeviceExport:
+        return replace(super().export(), handle=self.file_descriptor)
+
+    def attach(self, export: DeviceExport) -> "HostReader":
+        assert isinstance(export.handle, int)
+        same = os.path.sameopenfile(export.handle, _POOLS[export.address].file_descriptor)
+        assert same
+        assert export.handle != _POOLS[export.address].file_descriptor
+        return super().attach(export)
 
 
 class HostReader:
@@ -88,19 +103,20 @@ _POOLS: dict[int, HostAsDevice] = {}
 
 
 @contextmanager
-def host_pools() -> Iterator[tuple[HostAsDevice, HostAsDevice]]:
+def host_pools(kind: type[HostAsDevice] = HostAsDevice) -> Iterator[tuple[HostAsDevice, HostAsDevice]]:
     """Yields two such pools, the first with content."""
-    with HostAsDevice(BLOCKS, BLOCK_BYTES) as theirs, HostAsDevice(BLOCKS, BLOCK_BYTES) as ours:
+    with kind(BLOCKS, BLOCK_BYTES) as theirs, kind(BLOCKS, BLOCK_BYTES) as ours:
         theirs.block(0).obj[:] = os.urandom(BLOCKS * BLOCK_BYTES)
         _POOLS[id(theirs)] = theirs
         yield theirs, ours
         del _POOLS[id(theirs)]
 
 
-def gpu_pool(index: int = 0) -> DeviceMemory:
-    """An empty pool on a GPU."""
+def gpu_pool(index: int = 0, kept: bool = False) -> DeviceMemory:
+    """An empty pool on a GPU, in memory that outlives the process if it is kept."""
     layout = KvLayout("test", "bfloat16", 1, 2, 8, 16, BLOCK_BYTES // (2 * 8 * 16 * 2), BLOCK_BYTES)
-    return DeviceMemory(layout, BLOCKS, torch.device("cuda", index))
+    device = torch.device("cuda", index)
+    return DeviceMemory(layout, BLOCKS, device, pool_file(BLOCKS * BLOCK_BYTES, device) if kept else None)
 
 
 def words(pool: DeviceMemory) -> torch.Tensor:
@@ -108,12 +124,12 @@ def words(pool: DeviceMemory) -> torch.Tensor:
     return pool.tensor.view(pool.num_blocks, -1).view(torch.int64)
 
 
-def _offer(pipe: Connection, transport: str, environment: Mapping[str, str]) -> None:
+def _offer(pipe: Connection, transport: str, kept: bool, environment: Mapping[str, str]) -> None:
     """The process of an owner; every word of its pool is the word's index."""
     os.environ.update(environment)
 
     async def serve() -> None:
-        pool = gpu_pool()
+        pool = gpu_pool(kept=kept)
         torch.arange(words(pool).numel(), out=words(pool).view(-1))
         torch.cuda.synchronize()
         async with open_transports((transport,), memory=pool) as transports:
@@ -122,6 +138,40 @@ def _offer(pipe: Connection, transport: str, environment: Mapping[str, str]) -> 
             await asyncio.to_thread(pipe.recv)
 
     asyncio.run(serve())
+
+
+def _read(pipe: Connection, endpoint: bytes, environment: Mapping[str, str]) -> None:
+    """The process of a reader: it pulls all blocks, and tells if they are right, or why there are none."""
+    os.environ.update(environment)
+
+    async def pull() -> bool | str:
+        pool, ids = gpu_pool(), list(range(BLOCKS))
+        async with open_transports(("cuda_ipc",), memory=pool) as [transport]:
+            offered = handoff_pb2.TransportEndpoint.FromString(endpoint)
+            try:
+                reader = await transport.open(offered, PoolShape(BLOCKS, BLOCK_BYTES))
+            except TransportUnavailable as error:
+                return str(error)
+            await reader.pull(Transfer(ids, pool, ids, time.monotonic() + 20))
+            reader.close()
+        return torch.equal(words(pool).view(-1).cpu(), torch.arange(words(pool).numel()))
+
+    pipe.send(asyncio.run(pull()))
+
+
+async def read_elsewhere(endpoint: handoff_pb2.TransportEndpoint) -> bool | str:
+    """Reads an offered pool in a process that sees this process's first GPU only; see `_read`."""
+    context = multiprocessing.get_context("spawn")
+    here, there = context.Pipe()
+    process = context.Process(target=_read, args=(there, endpoint.SerializeToString(), seeing_gpu(0)))
+    process.start()
+    try:
+        assert await asyncio.to_thread(here.poll, 60)
+        found: bool | str = here.recv()
+        return found
+    finally:
+        process.kill()
+        process.join()
 
 
 @dataclass(frozen=True)
@@ -137,11 +187,11 @@ class Owner:
 
 
 @asynccontextmanager
-async def gpu_owner(transport: str = "cuda_ipc") -> AsyncIterator[Owner]:
+async def gpu_owner(transport: str = "cuda_ipc", kept: bool = False) -> AsyncIterator[Owner]:
     """A pool on the GPU, in a process of its own; where there are several, on another one than this process's."""
     context = multiprocessing.get_context("spawn")
     here, there = context.Pipe()
-    process = context.Process(target=_offer, args=(there, transport, seeing_gpu(1)))
+    process = context.Process(target=_offer, args=(there, transport, kept, seeing_gpu(1)))
     process.start()
     there.close()  # so that the end of the process is noticed
     try:

@@ -1,4 +1,4 @@
-"""CUDA memory handles, and the kernel that gathers another process's blocks into this process's pool.
+"""CUDA memory handles and descriptors, and the kernel that gathers another process's blocks into this process's pool.
 
 It calls the driver directly: PyTorch opens shared memory with the exporter's device current, which a kernel on another
 device must not access.
@@ -15,6 +15,7 @@ import torch
 
 from services.engines.kv import packed_ids
 from services.engines.memory.cuda_driver import check, driver
+from services.engines.memory.device_file import DeviceMapping
 from services.engines.memory.device_memory import DeviceCopy, DeviceExport, DeviceReader, DeviceUnavailable
 
 _HANDLE_BYTES = 64
@@ -37,22 +38,24 @@ def uuid_of(device: torch.device) -> str:
     return str(torch.cuda.get_device_properties(device).uuid)
 
 
-def export_pool(pool: torch.Tensor) -> DeviceExport:
-    """Returns the handle of a tensor. Raises DeviceUnavailable, for instance if its memory is mapped in pieces."""
+def export_pool(pool: torch.Tensor, descriptor: int | None = None) -> DeviceExport:
+    """Returns the handle of a tensor, or `descriptor`, that of the memory that the tensor begins.
+
+    Raises DeviceUnavailable, for instance if its memory is mapped in pieces.
+    """
+    handle, offset = _handle_of(pool) if descriptor is None else (descriptor, 0)
+    size = pool.numel() * pool.itemsize
+    return DeviceExport(uuid_of(pool.device), os.getpid(), pool.data_ptr(), handle, offset, size)
+
+
+def _handle_of(pool: torch.Tensor) -> tuple[bytes, int]:
     cuda, address = driver(), pool.data_ptr()
     torch.cuda.set_device(pool.device)
     base, size, handle = ctypes.c_uint64(), ctypes.c_size_t(), _Handle()
     found = cuda.cuMemGetAddressRange_v2(ctypes.byref(base), ctypes.byref(size), ctypes.c_uint64(address))
     check(found, "the pool's allocation cannot be found")
     check(cuda.cuIpcGetMemHandle(ctypes.byref(handle), base), "the pool's memory cannot be shared")
-    return DeviceExport(
-        device=uuid_of(pool.device),
-        process=os.getpid(),
-        address=address,
-        handle=bytes(ctypes.string_at(ctypes.byref(handle), _HANDLE_BYTES)),
-        offset=address - base.value,
-        size=pool.numel() * pool.itemsize,
-    )
+    return bytes(ctypes.string_at(ctypes.byref(handle), _HANDLE_BYTES)), address - base.value
 
 
 def attach_pool(pool: torch.Tensor, export: DeviceExport) -> DeviceReader:
@@ -61,19 +64,42 @@ def attach_pool(pool: torch.Tensor, export: DeviceExport) -> DeviceReader:
         from services.engines.pytorch.kernels import triton_kernels
     except ImportError as error:
         raise DeviceUnavailable(f"Triton cannot be loaded: {error}") from error
-    _check_handle(export)
-    if export.process == os.getpid():
-        return PeerPool(triton_kernels.gather_blocks, pool, export, export.address, mapped=None)
-    base = map_export(export, pool.device)
-    return PeerPool(triton_kernels.gather_blocks, pool, export, base + export.offset, mapped=base)
+    mapping = _map(export, pool.device)
+    try:
+        return PeerPool(triton_kernels.gather_blocks, pool, export, mapping)
+    except DeviceUnavailable:
+        mapping.close()
+        raise
+
+
+def _map(export: DeviceExport, device: torch.device) -> "DeviceMapping | _IpcMapping":
+    if isinstance(export.handle, int):
+        return DeviceMapping(export.handle, export.size, device)
+    _check_handle(export.handle)
+    return _IpcMapping(export, device)
+
+
+class _IpcMapping:
+    """A pool at `address`, until `close`. Memory of this process is not mapped again."""
+
+    def __init__(self, export: DeviceExport, device: torch.device) -> None:
+        self._device, self._base, self.address = device, None, export.address
+        if export.process != os.getpid():
+            self._base = map_export(export, device)
+            self.address = self._base + export.offset
+
+    def close(self) -> None:
+        base, self._base = self._base, None
+        if base is not None:
+            unmap(base, self._device)
 
 
 def map_export(export: DeviceExport, device: torch.device) -> int:
     """Maps another process's allocation for kernels of `device`, and returns its address. Raises DeviceUnavailable."""
-    _check_handle(export)
+    content = _check_handle(export.handle)
     torch.cuda.set_device(device)
     base, handle = ctypes.c_uint64(), _Handle()
-    ctypes.memmove(ctypes.byref(handle), export.handle, _HANDLE_BYTES)
+    ctypes.memmove(ctypes.byref(handle), content, _HANDLE_BYTES)
     opened = driver().cuIpcOpenMemHandle_v2(ctypes.byref(base), handle, ctypes.c_uint(_LAZY_PEER_ACCESS))
     check(opened, f"the memory of process {export.process} on GPU {export.device} cannot be mapped")
     return base.value
@@ -85,18 +111,21 @@ def unmap(base: int, device: torch.device) -> None:
     driver().cuIpcCloseMemHandle(ctypes.c_uint64(base))
 
 
-def _check_handle(export: DeviceExport) -> None:
-    if len(export.handle) != _HANDLE_BYTES:
-        raise DeviceUnavailable(f"{len(export.handle)} bytes are not a CUDA handle")
+def _check_handle(handle: bytes | int) -> bytes:
+    if isinstance(handle, int) or len(handle) != _HANDLE_BYTES:
+        raise DeviceUnavailable(f"{handle!r:.80} is not a CUDA handle")
+    return handle
 
 
 class PeerPool:
     """A DeviceReader: kernels on a stream of its own, and the ids in memory that is taken once."""
 
-    def __init__(self, kernel: Any, pool: torch.Tensor, export: DeviceExport, address: int, mapped: int | None) -> None:
+    def __init__(
+        self, kernel: Any, pool: torch.Tensor, export: DeviceExport, mapping: "DeviceMapping | _IpcMapping"
+    ) -> None:
         self._device = pool.device
         self._num_blocks = len(pool)
-        self._mapped = mapped
+        self._mapping = mapping
         self._stream = torch.cuda.Stream(pool.device)  # type: ignore[no-untyped-call]
         self._launching = threading.Lock()
         self._free: list[IdBuffer] = []
@@ -105,7 +134,7 @@ class PeerPool:
         programs = processors * _PROGRAMS_OF_A_PROCESSOR if is_near else _PROGRAMS_OF_A_LINK
         try:
             with torch.inference_mode(), torch.cuda.device(self._device):
-                self._gather = Gather(kernel, pool, address, programs, self._stream)
+                self._gather = Gather(kernel, pool, mapping.address, programs, self._stream)
         except (RuntimeError, AttributeError) as error:  # of the device, or of a Triton that differs
             raise DeviceUnavailable(f"the kernel that copies blocks cannot be loaded: {error}") from error
         # Of no blocks: takes the memory before a request waits for it.
@@ -121,9 +150,7 @@ class PeerPool:
         return _Copy(ids, self._free)
 
     def close(self) -> None:
-        if self._mapped is not None:
-            unmap(self._mapped, self._device)
-        self._mapped = None
+        self._mapping.close()
 
 
 class Gather:

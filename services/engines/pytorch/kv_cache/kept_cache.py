@@ -94,7 +94,9 @@ def form_of(config: PyTorchConfig, layout: KvLayout) -> str:
     limits = [config.max_sequences, config.max_context_tokens]
     versions = [version("torch"), version("transformers")]
     files = checkpoint.changes(config.model)
-    return json.dumps([_VERSION, layout.digest, *sizes, *limits, config.device, config.execution, files, *versions])
+    ranks = [config.tensor_parallel_size] if config.tensor_parallel_size > 1 else []
+    kind = [config.device, config.execution, *ranks]
+    return json.dumps([_VERSION, layout.digest, *sizes, *limits, *kind, files, *versions])
 
 
 @dataclass(frozen=True, slots=True)

@@ -143,7 +143,7 @@ class DeviceMemory(BlockMemory):
         if (device.index or 0) >= torch.cuda.device_count():
             raise DeviceUnavailable(f"{device} does not exist: this process sees {torch.cuda.device_count()} GPUs")
         self._block_bytes = layout.block_bytes
-        self._is_kept = kept is not None
+        self._descriptor = None if kept is None else os.dup(kept)
         shape, dtype = (num_blocks, *block_shape(layout)), DTYPES[layout.dtype]
         if kept is None:
             self.tensor = torch.zeros(shape, dtype=dtype, device=device)
@@ -206,9 +206,7 @@ class DeviceMemory(BlockMemory):
         self._stream.synchronize()
 
     def export(self) -> DeviceExport:
-        if self._is_kept:
-            raise DeviceUnavailable("CUDA has no IPC handle for memory that outlives the process (keep_memory.kv)")
-        return export_pool(self.tensor)
+        return export_pool(self.tensor, self._descriptor)
 
     def attach(self, export: DeviceExport) -> DeviceReader:
         return attach_pool(self.tensor, export)
@@ -226,7 +224,10 @@ class DeviceMemory(BlockMemory):
         self._stream.synchronize()
 
     def close(self) -> None:
-        """No-op: the memory is freed with the tensor."""
+        """Closes the descriptor of kept memory, once. The memory is freed with the tensor."""
+        descriptor, self._descriptor = self._descriptor, None
+        if descriptor is not None:
+            os.close(descriptor)
 
     def _index(self, block_ids: Sequence[int]) -> torch.Tensor:
         return torch.tensor(block_ids, dtype=torch.int64, device=self._bytes.device)

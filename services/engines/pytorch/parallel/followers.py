@@ -14,6 +14,7 @@ from services.engines.pytorch.parallel.messages import Order
 from services.engines.pytorch.parallel.ranks import Ranks
 from services.engines.pytorch.parallel.shards import FIELD, Shard, check_divisible
 from services.engines.pytorch.runners.fused_runner import Sizes
+from services.keeper.client import KeeperClient
 
 LOAD_SECONDS = 1800.0
 """The longest time to wait for another rank to load its weights."""
@@ -35,11 +36,14 @@ class Followers(Protocol):
         Raises EngineFailed if one of them cannot be loaded.
         """
 
+    def replace_earlier(self, keeper: KeeperClient) -> None:
+        """Ends those of an earlier process of the worker, whose memory this one takes over. Raises EngineFailed."""
+
     def begin(self, num_blocks: int, sizes: Sizes, pool_file: int | None, device: torch.device) -> Ranks:
         """Gives the others their pool, or its size, and joins them."""
 
     def send(self, order: Order) -> None:
-        """Sends an order to all ranks. Raises RuntimeError if one has ended."""
+        """Sends an order to all ranks. Raises RankLost if one has ended."""
 
     def zero(self, block_ids: Sequence[int]) -> None:
         """Zeroes blocks in the other ranks' pools."""

@@ -30,6 +30,7 @@ from services.engines.pytorch.parallel.shards import Shard, part_of_pool
 from services.engines.pytorch.runners.fused_runner import FusedRunner, Sizes
 from services.engines.pytorch.runners.selection import fused_runner
 from services.engines.pytorch.runners.step_tensors import DecodeArrays, StepArrays
+from services.keeper.client import KeeperClient
 
 
 class LeaderConnection(Protocol):
@@ -138,6 +139,9 @@ class LocalFollowers:
 
     def least_blocks(self, num_blocks: int) -> int:
         return min(num_blocks, *(self._loaded(rank) for rank in self._processes.all))
+
+    def replace_earlier(self, keeper: KeeperClient) -> None:
+        self._processes.replace_earlier(keeper)
 
     def begin(self, num_blocks: int, sizes: Sizes, pool_file: int | None, device: torch.device) -> Ranks:
         for rank in self._processes.all:

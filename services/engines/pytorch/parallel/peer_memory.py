@@ -112,6 +112,7 @@ def open_peer_memory(
 
 
 def _written(export: DeviceExport) -> bytes:
+    assert isinstance(export.handle, bytes)  # of memory that PyTorch has allocated
     return json.dumps({**asdict(export), "handle": export.handle.hex()}).encode()
 
 

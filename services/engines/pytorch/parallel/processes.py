@@ -6,6 +6,7 @@ They register nowhere and serve nothing.
 import logging
 import multiprocessing
 import os
+import select
 import signal
 import sys
 import threading
@@ -25,12 +26,15 @@ import torch
 
 from baton.errors import EngineFailed
 from services.engines.pytorch.parallel.joining import SameHost, join
-from services.engines.pytorch.parallel.ranks import Ranks
+from services.engines.pytorch.parallel.ranks import RankLost, Ranks
 from services.engines.pytorch.parallel.shards import Shard
+from services.keeper.client import KeeperClient
 
 _log = structlog.get_logger(__name__)
 
 _CLOSE_SECONDS = 5.0
+_KILL_SECONDS = 10.0
+_NAME = "ranks"  # to the keeper
 
 Follow = Callable[[Shard, Any, Path, Connection], None]
 """The work of a rank, in its process: with its shard, the configuration, where the ranks meet, and the pipe to rank 0.
@@ -76,18 +80,29 @@ class RankProcesses:
             raise EngineFailed(f"rank {rank.rank} of the engine has ended: it was to {doing}") from error
 
     def send(self, rank: RankProcess, message: object) -> None:
-        """Raises RuntimeError if it has ended."""
+        """Raises RankLost if it has ended."""
         try:
             rank.pipe.send(message)
         except OSError as error:
-            raise RuntimeError(self.failure or f"rank {rank.rank} of the engine has ended") from error
+            raise RankLost(self.failure or f"rank {rank.rank} of the engine has ended") from error
 
     def send_all(self, message: object) -> None:
-        """Sends to all ranks. Raises RuntimeError if one has ended."""
+        """Sends to all ranks. Raises RankLost if one has ended."""
         if self.failure is not None:
-            raise RuntimeError(self.failure)
+            raise RankLost(self.failure)
         for rank in self.all:
             self.send(rank, message)
+
+    def replace_earlier(self, keeper: KeeperClient) -> None:
+        """Ends the ranks that an earlier process of the worker has left, which may amid a step still write into the
+        memory that is kept; has the keeper hold these ones instead. Raises EngineFailed if one does not end.
+        """
+        for number in keeper.get(_NAME, "").descriptors:
+            _end(number)
+        own = [os.pidfd_open(rank.process.pid or 0) for rank in self.all]
+        keeper.put(_NAME, "", own)
+        for number in own:
+            os.close(number)
 
     def join(self, shard: Shard, device: torch.device) -> Ranks:
         """Joins all ranks, as rank 0. Raises RuntimeError after START_SECONDS."""
@@ -132,6 +147,17 @@ class RankProcesses:
         _log.error("a rank of the engine has ended", rank=ended.rank, exit_code=ended.process.exitcode)
         if self._ranks is not None:
             self._ranks.stop()
+
+
+def _end(pidfd: int) -> None:
+    """Kills a process, and waits for its end."""
+    try:
+        with suppress(ProcessLookupError):
+            signal.pidfd_send_signal(pidfd, signal.SIGKILL)
+        if not select.select([pidfd], [], [], _KILL_SECONDS)[0]:
+            raise EngineFailed("a rank of the worker's last process does not end")
+    finally:
+        os.close(pidfd)
 
 
 def enter_process() -> None:

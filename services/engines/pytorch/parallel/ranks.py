@@ -136,10 +136,14 @@ class ProcessRanks:
         aborting.join(ABORT_SECONDS)
 
 
+class RankLost(RuntimeError):
+    """Another rank of the model has ended or hangs, and with it the group."""
+
+
 def _wait(start: Callable[[], Any]) -> None:
     try:
         work = start()
         if work is not None:
             work.wait()
     except RuntimeError as error:
-        raise RuntimeError(f"another rank has ended or hangs: {error}") from error
+        raise RankLost(f"another rank has ended or hangs: {error}") from error

@@ -31,6 +31,7 @@ from services.engines.pytorch.parallel.multi_node.link import (
 from services.engines.pytorch.parallel.ranks import Ranks
 from services.engines.pytorch.runners.fused_runner import Sizes
 from services.engines.running import metrics
+from services.keeper.client import KeeperClient
 
 _log = structlog.get_logger(__name__)
 
@@ -108,6 +109,9 @@ class RemoteFollowers:
                 raise RuntimeError(self.failure or f"rank {link.rank} of the engine has ended: {error}") from error
         if isinstance(order, Ready):
             metrics.RANK_READY.set(1)
+
+    def replace_earlier(self, keeper: KeeperClient) -> None:
+        """No-op: ranks that are started for themselves have no keeper."""
 
     def zero(self, block_ids: Sequence[int]) -> None:
         self.send(ZeroBlocks(tuple(block_ids)))

@@ -2,9 +2,11 @@
 
 import asyncio
 import gc
+import os
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 
 import pytest
 import torch
@@ -98,6 +100,44 @@ def test_pools_that_are_opened_and_closed_leave_no_memory_behind() -> None:
     before = torch.cuda.memory_allocated(), torch.cuda.memory_reserved()
     turns(500)
     assert (torch.cuda.memory_allocated(), torch.cuda.memory_reserved()) == before
+
+
+@needs_gpu
+def test_kept_pools_that_are_opened_and_closed_leave_no_memory_and_no_descriptor_behind() -> None:
+    ours = gpu_pool()
+
+    def turns(count: int) -> None:
+        for turn in range(count):
+            theirs = gpu_pool(kept=True)
+            words(theirs).fill_(turn)
+            torch.cuda.synchronize()
+            reader = ours.attach(theirs.export())
+            theirs.close()
+            reader.begin(ALL, ALL).wait()
+            assert words(ours).eq(turn).all()
+            reader.close()
+        del theirs, reader
+        gc.collect()
+        torch.cuda.synchronize()
+
+    turns(10)
+    before = torch.cuda.mem_get_info(0)[0], len(os.listdir("/proc/self/fd"))
+    turns(200)
+    assert (torch.cuda.mem_get_info(0)[0], len(os.listdir("/proc/self/fd"))) == before
+
+
+@needs_gpu
+def test_a_descriptor_of_something_else_and_of_a_smaller_pool_are_refused() -> None:
+    """The reader says so, and goes on to compute."""
+    theirs, ours = gpu_pool(kept=True), gpu_pool()
+    export = theirs.export()
+    other = os.memfd_create("other")
+    with pytest.raises(DeviceUnavailable, match="cannot be opened"):
+        ours.attach(replace(export, handle=other))
+    with pytest.raises(DeviceUnavailable, match="cannot be mapped"):
+        ours.attach(replace(export, size=100 * export.size))
+    os.close(other)
+    assert torch.ones(10, device="cuda").sum().item() == 10
 
 
 @needs_gpu
