@@ -276,7 +276,8 @@ def prefill_attention(
 
     The context is read from the pool, the chunk's keys and values from STEP, a descriptor of the step's rows, by TMA.
     A row of TILES is: index of the first token, number of tokens, the first one's position, the table's row, and the
-    number of the chunk's tokens before the first one, a multiple of TILE. `scale` is that of powers of 2.
+    number of the chunk's tokens before the first one, a multiple of TILE. A tile of padding has 0 tokens from position
+    -1 on. `scale` is that of powers of 2.
     """
     head, tile, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     first = tl.load(TILES + tile * 5)
@@ -322,9 +323,10 @@ def prefill_attention(
         tl.store(into, (answer / total[:, None]).to(OUT.dtype.element_ty), mask=real)
     else:
         part = ((tile * HEADS + head) * SPLITS + split) * TILE + row
-        tl.store(PARTS + part[:, None].to(tl.int64) * WIDE + at[None, :], answer)
-        tl.store(EXTREMES + part * 2, largest)
-        tl.store(EXTREMES + part * 2 + 1, total)
+        real = row < count
+        tl.store(PARTS + part[:, None].to(tl.int64) * WIDE + at[None, :], answer, mask=real[:, None])
+        tl.store(EXTREMES + part * 2, largest, mask=real)
+        tl.store(EXTREMES + part * 2 + 1, total, mask=real)
 
 
 @triton.jit(do_not_specialize_on_alignment=["TILES"])

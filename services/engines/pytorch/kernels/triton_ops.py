@@ -16,7 +16,7 @@ _HEADS_AT_ONCE = 16
 _PROGRAMS = 512
 _MAX_SPLITS = 16
 # A few new tokens behind a long context are few programs, each of which goes through all of it.
-_TILE_SPLITS, _FEW_TILE_PROGRAMS, _LONG_CONTEXT = 8, 128, 8192
+_TILE_SPLITS, _FEW_TILE_PROGRAMS, _LONG_CONTEXT = 8, 256, 8192
 _LOG2_E = math.log2(math.e)
 
 

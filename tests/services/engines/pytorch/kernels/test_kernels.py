@@ -4,6 +4,7 @@ The interpreter is slow, and Triton is not installed without a GPU: TRITON_INTER
 """
 
 import os
+from dataclasses import replace
 from importlib.util import find_spec
 
 import pytest
@@ -99,6 +100,27 @@ def test_attention_equals_plain_attention(
         expected = TorchOps().attend(qkv, tokens, pool[:, layer], shape)
         found = _triton().attend(qkv, tokens, pool[:, layer], shape)  # type: ignore[attr-defined]
         torch.testing.assert_close(found[real], expected[real], rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("splits_from", [0, 1 << 30], ids=["split", "whole"])
+def test_tiles_of_padding_and_tokens_of_padding_between_change_nothing(
+    splits_from: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from services.engines.pytorch.kernels import triton_ops
+
+    monkeypatch.setattr(triton_ops, "_LONG_CONTEXT", splits_from)
+    shape, block_tokens = HeadShape(6, 2, 16, 0.25), 4
+    torch.manual_seed(6)
+    tokens, blocks = _tokens([33, 5, -1, -1], [(0, 70), (130, 3)], block_tokens)
+    assert tokens.tiles is not None
+    padded = replace(tokens, tiles=torch.cat([tokens.tiles, tokens.tiles.new_tensor([[0, 0, -1, 0, 0]] * 3)]))
+    pool = _pool(shape, block_tokens, blocks, torch.float32)
+    qkv = torch.randn(len(tokens.positions), (shape.heads + 2 * shape.kv_heads) * shape.head_dim, device=DEVICE)
+    qkv[2:4] = float("nan")
+    expected = _triton().attend(qkv, tokens, pool[:, 0], shape)  # type: ignore[attr-defined]
+    found = _triton().attend(qkv, padded, pool[:, 0], shape)  # type: ignore[attr-defined]
+    real = tokens.positions >= 0
+    assert torch.equal(found[real], expected[real])
 
 
 def test_values_that_are_no_numbers_harm_no_other_request_of_the_step() -> None:
