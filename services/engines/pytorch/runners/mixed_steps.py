@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
-from services.engines.pytorch.kernels.paged_ops import QUERIES_OF_A_TILE
+from services.engines.pytorch.kernels.paged_ops import QUERIES_OF_A_SHORT_TILE
 from services.engines.pytorch.runners.batch import Chunk
 from services.engines.pytorch.runners.step_tensors import PADDING, Ints, Layout, tiles_of
 from services.engines.pytorch.sequence import TokenSequence
@@ -41,8 +41,8 @@ class MixedSize:
         """The layout of such a step, with the most tiles that its prompts can have, and with a row of logits for each
         sequence.
         """
-        tiles = -(-self.prompt_tokens // QUERIES_OF_A_TILE) + MAX_PROMPTS - 1
-        return Layout(self.tokens, self.rows, width, tiles, self.rows)
+        tiles = -(-self.prompt_tokens // QUERIES_OF_A_SHORT_TILE) + MAX_PROMPTS - 1
+        return Layout(self.tokens, self.rows, width, tiles, self.rows, QUERIES_OF_A_SHORT_TILE)
 
     def holds(self, singles: int, prompts: int, tokens: int) -> bool:
         """True if a step of so many single tokens, and of so many prompts with their tokens, fits."""
@@ -98,6 +98,6 @@ def fill_mixed(size: MixedSize, layout: Layout, chunks: Sequence[Chunk], places:
         first, row = first + chunk.count, row + 1
         parts.last_rows[index] = first - 1
     parts.tiles[:, 2] = PADDING
-    tiles = tiles_of(chunks[singles:], size.singles, size.singles)
+    tiles = tiles_of(chunks[singles:], size.singles, size.singles, layout.tile_tokens)
     parts.tiles[: len(tiles)] = tiles
     return flat

@@ -96,9 +96,17 @@ class Layout:
     sequences, `width` blocks each; `tiles` tiles of prefill attention; `last_rows` rows to compute logits of.
     """
 
-    def __init__(self, tokens: int, sequences: int, width: int, tiles: int = 0, last_rows: int = 0) -> None:
+    def __init__(
+        self,
+        tokens: int,
+        sequences: int,
+        width: int,
+        tiles: int = 0,
+        last_rows: int = 0,
+        tile_tokens: int = QUERIES_OF_A_TILE,
+    ) -> None:
         self.shape = (tokens, sequences, width, tiles)
-        self.last_rows = last_rows
+        self.last_rows, self.tile_tokens = last_rows, tile_tokens
         self.size = 4 * tokens + sequences * width + TILE_NUMBERS * tiles + last_rows
 
     def views(self, flat: torch.Tensor, singles: int) -> StepTensors:
@@ -107,7 +115,7 @@ class Layout:
         numbers, tables, rows_of_tiles, last_rows = torch.split(flat, self._sizes)
         ids, sources, positions, rows = numbers.view(4, tokens).unbind()
         parts = rows_of_tiles.view(tiles, TILE_NUMBERS) if tiles else None
-        paged = PagedTokens(positions, rows, tables.view(sequences, width), singles, parts)
+        paged = PagedTokens(positions, rows, tables.view(sequences, width), singles, parts, self.tile_tokens)
         return StepTensors(ids, sources, paged, last_rows if self.last_rows else None)
 
     def parts(self, flat: Ints) -> HostParts:
@@ -163,7 +171,9 @@ def build(chunks: Sequence[Chunk], block_tokens: int, places: Mapping[TokenSeque
     return flat, layout, singles
 
 
-def tiles_of(chunks: Sequence[Chunk], first: int, row: int) -> list[tuple[int, int, int, int, int]]:
+def tiles_of(
+    chunks: Sequence[Chunk], first: int, row: int, tile_tokens: int = QUERIES_OF_A_TILE
+) -> list[tuple[int, int, int, int, int]]:
     """Splits chunks into tiles: first token of the step, tokens, first position, row, and the chunk's tokens before it.
     The longest work comes first. The chunks' tokens begin at `first`, and their rows at `row`.
 
@@ -171,8 +181,8 @@ def tiles_of(chunks: Sequence[Chunk], first: int, row: int) -> list[tuple[int, i
     """
     found = []
     for index, chunk in enumerate(chunks, start=row):
-        for offset in range(0, chunk.count, QUERIES_OF_A_TILE):
-            count = min(QUERIES_OF_A_TILE, chunk.count - offset)
+        for offset in range(0, chunk.count, tile_tokens):
+            count = min(tile_tokens, chunk.count - offset)
             found.append((first + offset, count, chunk.start + offset, index, offset))
         first += chunk.count
     return sorted(found, key=lambda tile: tile[2], reverse=True)
