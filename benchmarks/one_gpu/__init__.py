@@ -8,5 +8,6 @@ drain.py       a decode worker is drained in the middle of its answers, which mo
 kept.py        a worker whose memory is kept is killed, idle and under streams; and the cost of keeping
 kept_worker.py such a worker, with its keeper
 supervised.py  a worker without one, that is started again
+follow_ups.py  turns of agents, cached but for their last tokens: steps with prompts captured, or not
 profile.py     `baton bench profile` of the embedded engine, and a sweep of it beside the simulated engine that reads it
 """

@@ -14,8 +14,8 @@ import asyncio
 import statistics
 import tempfile
 import time
-from collections.abc import AsyncIterator, Sequence
-from contextlib import AsyncExitStack, aclosing, asynccontextmanager
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import AsyncExitStack, aclosing, asynccontextmanager, contextmanager
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -37,7 +37,7 @@ from services.engines.pytorch.engine import PyTorchEngine
 
 _TOKEN_BYTES_A_LAYER = small_shape().head_dim * 2 * 2 * 4 if TINY else 2 * 8 * 128 * 2
 _BLOCK_TOKENS = 16 if TINY else 32
-_STREAM_PROMPT, _STREAM_ANSWER = (32, 200) if TINY else (256, 1500)
+_STREAM_PROMPT = 32 if TINY else 256
 _TURNS = 2 if TINY else 8
 
 
@@ -104,6 +104,28 @@ async def evict(engine: PyTorchEngine) -> None:
     await asyncio.sleep(0.3)  # until it is in host memory
 
 
+@contextmanager
+def captured(runner: Any, is_captured: bool) -> Iterator[None]:
+    """Steps with prompts are captured, or not, meanwhile."""
+    steps = runner._mixed
+    runner._mixed = steps if is_captured else []
+    try:
+        yield
+    finally:
+        runner._mixed = steps
+
+
+async def finish_capturing(engine: PyTorchEngine) -> None:
+    """Waits until an idle engine has captured all sizes."""
+    runner: Any = engine.runner
+    before = 0 if TINY else torch.cuda.mem_get_info()[0]
+    began, sizes = time.perf_counter(), len(runner._uncaptured)
+    while runner._uncaptured:  # noqa: ASYNC110
+        await asyncio.sleep(0.05)
+    mib = 0.0 if TINY else (before - torch.cuda.mem_get_info()[0]) / 2**20
+    say("captured while idle", sizes=sizes, seconds=time.perf_counter() - began, mib=mib)
+
+
 async def measure_resuming(engine: PyTorchEngine, options: argparse.Namespace) -> None:
     """Prompts of several lengths, computed, and then loaded again and again."""
     filling = [prompt(options.prompt, number) for number in (1, 2, 3)]
@@ -144,12 +166,20 @@ async def measure_resuming(engine: PyTorchEngine, options: argparse.Namespace) -
 
 
 class StepTimes:
-    """The host's time of each step of an engine, and of the parts of it that a load adds to."""
+    """The host's time of each step of an engine, and of the parts of it that a load adds to; and the longest steps,
+    with the parts of each.
+    """
 
     def __init__(self, core: EngineCore) -> None:
         self._taken: dict[str, list[float]] = {}
+        self._of_step: dict[str, float] = {}
+        self._longest: list[dict[str, float]] = []
         core.steps.step = self._timed("whole", core.steps.step)  # type: ignore[method-assign]
         scheduler, loads = core.scheduler, core.scheduler._loads
+        core.steps._start = self._timed("start of a step", core.steps._start)  # type: ignore[method-assign]
+        core.steps._process = self._timed("waiting and outcomes", core.steps._process)  # type: ignore[method-assign]
+        scheduler.schedule_ahead = self._timed("scheduling", scheduler.schedule_ahead)  # type: ignore[method-assign]
+        scheduler.remove = self._timed("removal", scheduler.remove)  # type: ignore[method-assign]
         scheduler._start = self._timed("admission", scheduler._start)  # type: ignore[method-assign]
         core._pool.allocate = self._timed("allocation", core._pool.allocate)  # type: ignore[method-assign]
         loads.begin = self._timed("start of a load", loads.begin)  # type: ignore[method-assign]
@@ -164,8 +194,17 @@ class StepTimes:
                 return run(*arguments)
             finally:
                 taken.append((time.perf_counter() - began) * 1e3)
+                self._of_step[name] = self._of_step.get(name, 0.0) + round(taken[-1], 2)
+                if name == "whole":
+                    self._longest = sorted([*self._longest, self._of_step], key=lambda each: -each["whole"])[:12]
+                    self._of_step = {}
 
         return timed
+
+    def pop_longest(self) -> list[dict[str, float]]:
+        """The longest steps since the last call, each with what its parts took, in ms."""
+        longest, self._longest = self._longest, []
+        return longest
 
     def pop(self) -> list[tuple[str, dict[str, float]]]:
         """The quantiles of what was timed since the last call, in ms."""
@@ -179,7 +218,10 @@ class StepTimes:
 
 
 async def measure_streams(engine: PyTorchEngine, options: argparse.Namespace) -> None:
-    """Gaps between the tokens of streams: alone, beside prompts that the pool has, and beside loads."""
+    """Gaps between the tokens of streams: alone, beside prompts that the pool has, and beside loads. Of a name that
+    ends in "eager", the steps with prompts are not captured.
+    """
+    await finish_capturing(engine)
     # In turn: the pool has room for the streams and one of them, so that each is out when its turn comes.
     long = [prompt(options.prompt, options.prompt + number) for number in range(3)]
     seconds = 1.0 if TINY else 3.0
@@ -190,11 +232,12 @@ async def measure_streams(engine: PyTorchEngine, options: argparse.Namespace) ->
     async def gaps(beside: str, pause: float) -> tuple[list[float], list[float], float]:
         """All gaps in ms, those of them without the step that computes the rest of a prompt, and the mean TTFT."""
         asked = [prompt(_STREAM_PROMPT, 100 + index) for index in range(options.streams)]
-        streams = [asyncio.create_task(arrivals(engine, each, _STREAM_ANSWER)) for each in asked]
+        streams = [asyncio.create_task(arrivals(engine, each, options.answer)) for each in asked]
         while engine.load().running < len(streams):  # noqa: ASYNC110
             await asyncio.sleep(0.02)
         await asyncio.sleep(0.1 if TINY else 0.5)
         steps.pop()
+        steps.pop_longest()
         began, firsts, windows = time.perf_counter(), list[float](), list[tuple[float, float]]()
         while time.perf_counter() - began < seconds:
             if beside == "alone":
@@ -202,7 +245,7 @@ async def measure_streams(engine: PyTorchEngine, options: argparse.Namespace) ->
                 windows.append((began, time.perf_counter()))
                 continue
             sent = time.perf_counter()
-            taken, _, cached = await first_token(engine, long[len(firsts) % 3 if beside == "loads" else 0])
+            taken, _, cached = await first_token(engine, long[len(firsts) % 3 if beside.startswith("loads") else 0])
             assert cached > options.prompt / 2, cached
             firsts.append(taken)
             windows.append((sent, sent + taken))
@@ -210,6 +253,8 @@ async def measure_streams(engine: PyTorchEngine, options: argparse.Namespace) ->
         found = [times for times, _, _ in await asyncio.gather(*streams)]
         for name, taken in steps.pop():
             say(f"host's part of a step, {beside}", which=name, **taken)
+        for each in steps.pop_longest():
+            say(f"a long step, {beside}", **each)
         every = [(a, b) for times in found for a, b in pairwise(times) if any(x <= a and b <= y for x, y in windows)]
         with_step = {round(end, 3) for _, end in windows} if firsts else set[float]()
         rest = [(a, b) for a, b in every if not any(abs(b - end) < 0.002 for end in with_step)]
@@ -222,11 +267,12 @@ async def measure_streams(engine: PyTorchEngine, options: argparse.Namespace) ->
     for _ in range(2):
         pause = 0.0
         for name in besides:
-            if name == "in the pool":
+            if name.startswith("in the pool"):
                 await first_token(engine, long[0])
-            rounds[name].append(await gaps(name, pause))
+            with captured(engine.runner, not name.endswith("eager")):
+                rounds[name].append(await gaps(name, 0.0 if name.startswith("loads") else pause))
             # As many prompts a second: what the load takes is waited for.
-            pause = rounds[name][-1][2] if name == "loads" else pause
+            pause = rounds[name][-1][2] if name.startswith("loads") else pause
     alone = sorted(each for found, _, _ in rounds["alone"] for each in found)
     for name, measured in rounds.items():
         every = [each for found, _, _ in measured for each in found]
@@ -323,7 +369,7 @@ async def run(options: argparse.Namespace) -> None:
     name = torch.cuda.get_device_name() if torch.cuda.is_available() else "none"
     say("device", name=name, torch=torch.__version__)
     token_bytes = options.layers * _TOKEN_BYTES_A_LAYER
-    pool = options.prompt + 1024 + options.streams * (_STREAM_PROMPT + _STREAM_ANSWER + 2 * _BLOCK_TOKENS)
+    pool = options.prompt + 1024 + options.streams * (_STREAM_PROMPT + options.answer + 2 * _BLOCK_TOKENS)
     tiers = {"host_bytes": int(4.2 * options.prompt) * token_bytes, "load_patience_seconds": 60}
     chosen: Sequence[str] = options.only.split(",")
     async with AsyncExitStack() as stack:
@@ -348,6 +394,7 @@ def main() -> None:
     parser.add_argument("--prompt", type=int, default=1024 if TINY else 32_000, help="tokens")
     parser.add_argument("--rounds", type=int, default=2 if TINY else 4)
     parser.add_argument("--streams", type=int, default=4 if TINY else 16)
+    parser.add_argument("--answer", type=int, default=200 if TINY else 1500, help="tokens of a stream")
     parser.add_argument("--beside", nargs="*", default=["loads", "in the pool"], help="beside which streams run")
     parser.add_argument("--folder", type=Path, help="where the disk is")
     parser.add_argument("--parts", type=int, nargs="+", default=[1, 4, 16, 64], help="of the prompt that are resumed")

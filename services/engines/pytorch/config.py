@@ -69,6 +69,11 @@ class PyTorchConfig(EngineConfig):
     """
     cuda_graphs: bool = True
     """Captures the fused decode steps for each batch size when the worker starts."""
+    graph_prompt_tokens: int = Field(default=256, ge=0, le=1024)
+    """With `cuda_graphs`, a step of decodes and of the last tokens of up to four prompts is captured too, if these are
+    at most so many together: what is left to compute of prompts that are cached. 0: no step with a prompt is. A split
+    model captures none.
+    """
     kv_cache_bytes: ByteSize | None = Field(default=None, gt=0)
     """Size of the block pool. By default 256 MiB on a CPU, and on CUDA the rest of `gpu_memory_share`."""
     kv_cache_fraction: float | None = Field(default=None, gt=0, lt=1)

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 
@@ -107,9 +107,15 @@ def open_parts(
         if tiers is not None:
             opened.callback(tiers.close)
             pool.lower = tiers
-        sizes = Sizes(limits.max_sequences, limits.max_context_tokens, limits.block_tokens, graphs=config.cuda_graphs)
-        # A process that takes over from another one answers first.
-        sizes = replace(sizes, graphs_later=kept is not None and kept.keeper.start.starts > 0)
+        sizes = Sizes(
+            limits.max_sequences,
+            limits.max_context_tokens,
+            limits.block_tokens,
+            graphs=config.cuda_graphs,
+            # A process that takes over from another one answers first.
+            graphs_later=kept is not None and kept.keeper.start.starts > 0,
+            graph_prompt_tokens=config.graph_prompt_tokens if followers is None else 0,
+        )
         if followers is None:
             runner = open_runner(config, model, memory.tensor, layout, sizes, lora)
         else:

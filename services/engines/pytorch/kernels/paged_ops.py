@@ -13,6 +13,11 @@ from torch.nn.functional import silu
 QUERIES_OF_A_TILE = 64
 """Tokens of one sequence in a tile of the prefill attention kernel."""
 
+QUERIES_OF_A_SHORT_TILE = 16
+"""Tokens of one sequence in a tile of the attention kernel for short chunks, which reads the context once for all query
+heads of a KV head.
+"""
+
 
 @dataclass(frozen=True, slots=True)
 class PagedTokens:
@@ -20,7 +25,8 @@ class PagedTokens:
 
     `positions` `[tokens]` int32; `rows` `[tokens]` int32, the row of the token's sequence in `tables` `[sequences,
     blocks]` int32. The first `singles` tokens are computed one by one; the others in `tiles` `[tiles, 5]` int32: first
-    token of the step, tokens, first position, row, and the chunk's tokens before the first one.
+    token of the step, tokens, first position, row, and the chunk's tokens before the first one. A tile has up to
+    `tile_tokens` tokens, and one of padding none from position -1 on.
     """
 
     positions: torch.Tensor
@@ -28,6 +34,7 @@ class PagedTokens:
     tables: torch.Tensor
     singles: int
     tiles: torch.Tensor | None
+    tile_tokens: int = QUERIES_OF_A_TILE
 
 
 @dataclass(frozen=True, slots=True)

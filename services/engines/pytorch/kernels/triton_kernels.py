@@ -276,7 +276,8 @@ def prefill_attention(
 
     The context is read from the pool, the chunk's keys and values from STEP, a descriptor of the step's rows, by TMA.
     A row of TILES is: index of the first token, number of tokens, the first one's position, the table's row, and the
-    number of the chunk's tokens before the first one, a multiple of TILE. `scale` is that of powers of 2.
+    number of the chunk's tokens before the first one, a multiple of TILE. A tile of padding has 0 tokens from position
+    -1 on. `scale` is that of powers of 2.
     """
     head, tile, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     first = tl.load(TILES + tile * 5)
@@ -322,9 +323,75 @@ def prefill_attention(
         tl.store(into, (answer / total[:, None]).to(OUT.dtype.element_ty), mask=real)
     else:
         part = ((tile * HEADS + head) * SPLITS + split) * TILE + row
-        tl.store(PARTS + part[:, None].to(tl.int64) * WIDE + at[None, :], answer)
-        tl.store(EXTREMES + part * 2, largest)
-        tl.store(EXTREMES + part * 2 + 1, total)
+        real = row < count
+        tl.store(PARTS + part[:, None].to(tl.int64) * WIDE + at[None, :], answer, mask=real[:, None])
+        tl.store(EXTREMES + part * 2, largest, mask=real)
+        tl.store(EXTREMES + part * 2 + 1, total, mask=real)
+
+
+@triton.jit(
+    do_not_specialize=["table_stride"],
+    do_not_specialize_on_alignment=["TABLE", "TILES"],
+)
+def short_chunk_attention(
+    QKV,
+    POOL,
+    TABLE,
+    TILES,
+    PARTS,
+    EXTREMES,
+    block_stride,
+    kv_stride,
+    table_stride,
+    scale,
+    GROUP: tl.constexpr,
+    HEADS: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    DIM: tl.constexpr,
+    WIDE: tl.constexpr,
+    BLOCK_TOKENS: tl.constexpr,
+    TILE: tl.constexpr,
+    ROWS_OF_Q: tl.constexpr,
+    KEYS: tl.constexpr,
+    SPLITS: tl.constexpr,
+):
+    """All query heads of one KV head of up to TILE neighbouring tokens of a chunk, against one split of the keys up to
+    the last of them: a part of the result. All keys are read from the pool, once for all these heads.
+
+    A row of TILES is that of `prefill_attention`. `scale` is that of powers of 2.
+    """
+    head, tile, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    first = tl.load(TILES + tile * 5)
+    count = tl.load(TILES + tile * 5 + 1)
+    position = tl.load(TILES + tile * 5 + 2)
+    table = TABLE + tl.load(TILES + tile * 5 + 3).to(tl.int64) * table_stride
+    context = position + count
+    row, at = tl.arange(0, ROWS_OF_Q), tl.arange(0, WIDE)
+    token, query_head = row // GROUP, head * GROUP + row % GROUP
+    real = token < count
+    queries = QKV + (first + token).to(tl.int64)[:, None] * ((HEADS + 2 * KV_HEADS) * DIM)
+    q = tl.load(queries + query_head[:, None] * DIM + at[None, :], mask=real[:, None] & (at < DIM)[None, :], other=0.0)
+    largest = tl.full([ROWS_OF_Q], -1e30, tl.float32)
+    total = tl.zeros([ROWS_OF_Q], tl.float32)
+    answer = tl.zeros([ROWS_OF_Q, WIDE], tl.float32)
+    keys = POOL + head * (BLOCK_TOKENS * DIM)
+    share = tl.cdiv(tl.cdiv(context, SPLITS), KEYS) * KEYS
+    begin = tl.minimum(split * share, context)
+    last = tl.minimum(begin + share, context)
+    # All tokens see the keys up to the first one's own.
+    whole = begin + tl.maximum(tl.minimum(last, position + 1) - begin, 0) // KEYS * KEYS
+    key = tl.arange(0, KEYS)
+    for start in range(begin, whole, KEYS):
+        k, v = load_context(keys, kv_stride, table, block_stride, start + key, last, DIM, WIDE, BLOCK_TOKENS, True)
+        largest, total, answer = attend(largest, total, answer, q, k, v, scale, True, False)
+    for start in range(whole, last, KEYS):
+        k, v = load_context(keys, kv_stride, table, block_stride, start + key, last, DIM, WIDE, BLOCK_TOKENS, False)
+        seen = (start + key)[None, :] <= tl.minimum(position + token, last - 1)[:, None]
+        largest, total, answer = attend(largest, total, answer, q, k, v, scale, seen, True)
+    part = ((tile * HEADS + query_head) * SPLITS + split) * TILE + token
+    tl.store(PARTS + part[:, None].to(tl.int64) * WIDE + at[None, :], answer, mask=real[:, None])
+    tl.store(EXTREMES + part * 2, largest, mask=real)
+    tl.store(EXTREMES + part * 2 + 1, total, mask=real)
 
 
 @triton.jit(do_not_specialize_on_alignment=["TILES"])

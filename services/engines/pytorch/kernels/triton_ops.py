@@ -16,7 +16,7 @@ _HEADS_AT_ONCE = 16
 _PROGRAMS = 512
 _MAX_SPLITS = 16
 # A few new tokens behind a long context are few programs, each of which goes through all of it.
-_TILE_SPLITS, _FEW_TILE_PROGRAMS, _LONG_CONTEXT = 8, 128, 8192
+_TILE_SPLITS, _FEW_TILE_PROGRAMS, _LONG_CONTEXT = 8, 256, 8192
 _LOG2_E = math.log2(math.e)
 
 
@@ -31,6 +31,14 @@ def tile_splits(programs: int, context_tokens: int) -> int:
     is a kernel to compile.
     """
     return _TILE_SPLITS if programs <= _FEW_TILE_PROGRAMS and context_tokens >= _LONG_CONTEXT else 1
+
+
+def short_chunk_splits(programs: int) -> int:
+    """Returns into how many parts each context is split for so many tiles and KV heads: a power of 2. Some of the tiles
+    may be padding.
+    """
+    wanted = max(2, _PROGRAMS // programs)
+    return min(_MAX_SPLITS, 1 << (wanted - 1).bit_length())
 
 
 class TritonOps:
@@ -101,8 +109,10 @@ class TritonOps:
         out = qkv.new_empty(len(qkv), shape.heads * shape.head_dim)
         if tokens.singles:
             self._attend_singly(qkv, tokens, layer, shape, out)
-        if tokens.tiles is not None:
+        if tokens.tiles is not None and tokens.tile_tokens == QUERIES_OF_A_TILE:
             self._attend_in_tiles(qkv, tokens, tokens.tiles, layer, shape, out)
+        elif tokens.tiles is not None:
+            self._attend_short_chunks(qkv, tokens, tokens.tiles, layer, shape, out)
         return out
 
     def _attend_singly(
@@ -193,15 +203,67 @@ class TritonOps:
             num_stages=3 if qkv.dtype == torch.bfloat16 else 1,
         )
         if parts > 1:
-            triton_kernels.merge_tiles[(shape.heads, len(tiles), QUERIES_OF_A_TILE)](
-                partial,
-                extremes,
-                tiles,
-                out,
-                HEADS=shape.heads,
-                DIM=shape.head_dim,
-                WIDE=wide,
-                TILE=QUERIES_OF_A_TILE,
-                SPLITS=parts,
-                num_warps=1,
-            )
+            self._merge_tiles(tokens, partial, extremes, out, shape, parts)
+
+    def _attend_short_chunks(
+        self,
+        qkv: torch.Tensor,
+        tokens: PagedTokens,
+        tiles: torch.Tensor,
+        layer: torch.Tensor,
+        shape: HeadShape,
+        out: torch.Tensor,
+    ) -> None:
+        group, wide = shape.heads // shape.kv_heads, max(16, triton.next_power_of_2(shape.head_dim))
+        parts = short_chunk_splits(len(tiles) * shape.kv_heads)
+        count = len(tiles) * shape.heads * parts * tokens.tile_tokens
+        partial = torch.empty(count * wide, dtype=torch.float32, device=qkv.device)
+        extremes = torch.empty(count * 2, dtype=torch.float32, device=qkv.device)
+        triton_kernels.short_chunk_attention[(shape.kv_heads, len(tiles), parts)](
+            qkv,
+            layer,
+            tokens.tables,
+            tiles,
+            partial,
+            extremes,
+            layer.stride(0),
+            layer.stride(1),
+            tokens.tables.stride(0),
+            shape.scaling * _LOG2_E,
+            GROUP=group,
+            HEADS=shape.heads,
+            KV_HEADS=shape.kv_heads,
+            DIM=shape.head_dim,
+            WIDE=wide,
+            BLOCK_TOKENS=layer.shape[3],
+            TILE=tokens.tile_tokens,
+            ROWS_OF_Q=max(16, triton.next_power_of_2(tokens.tile_tokens * group)),
+            KEYS=_KEYS_OF_A_TILE,
+            SPLITS=parts,
+            num_warps=4,
+            num_stages=3 if qkv.dtype == torch.bfloat16 else 1,
+        )
+        self._merge_tiles(tokens, partial, extremes, out, shape, parts)
+
+    def _merge_tiles(
+        self,
+        tokens: PagedTokens,
+        partial: torch.Tensor,
+        extremes: torch.Tensor,
+        out: torch.Tensor,
+        shape: HeadShape,
+        parts: int,
+    ) -> None:
+        assert tokens.tiles is not None
+        triton_kernels.merge_tiles[(shape.heads, len(tokens.tiles), tokens.tile_tokens)](
+            partial,
+            extremes,
+            tokens.tiles,
+            out,
+            HEADS=shape.heads,
+            DIM=shape.head_dim,
+            WIDE=max(16, triton.next_power_of_2(shape.head_dim)),
+            TILE=tokens.tile_tokens,
+            SPLITS=parts,
+            num_warps=1,
+        )

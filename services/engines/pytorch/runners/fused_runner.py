@@ -1,9 +1,12 @@
-"""Steps of the fused model: decode steps replay CUDA graphs, and the next step is started while one runs."""
+"""Steps of the fused model: decode steps, also with short chunks of prompts, replay CUDA graphs, and the next step is
+started while one runs.
+"""
 
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import TypeVar
 
 import numpy as np
 import structlog
@@ -13,6 +16,14 @@ from numpy.typing import NDArray
 from services.engines.guidance.compiler import MaskThreads
 from services.engines.pytorch.model.fused_model import FusedModel
 from services.engines.pytorch.runners.batch import Chunk, MediaRows, media_rows
+from services.engines.pytorch.runners.mixed_steps import (
+    MAX_PROMPTS,
+    MixedSize,
+    MixedStep,
+    fill_mixed,
+    mixed_sizes,
+    smallest_step,
+)
 from services.engines.pytorch.runners.runner import InflightStep, guided
 from services.engines.pytorch.runners.step_tensors import (
     KNOWN,
@@ -34,6 +45,7 @@ _log = structlog.get_logger(__name__)
 
 _WARM_UPS = 2
 
+Computed = TypeVar("Computed")
 Announce = Callable[[DecodeArrays | StepArrays], None]
 
 
@@ -42,7 +54,8 @@ class Sizes:
     """The limits of a step, and whether decode steps are captured in CUDA graphs.
 
     They are captured before the first step; `graphs_later`: the largest, which any number of sequences can use, and the
-    others while there is no step.
+    others while there is no step. So are steps with chunks of prompts of up to `graph_prompt_tokens` together: the
+    largest before the first step, unless `graphs_later`, and the others while there is no step.
     """
 
     max_sequences: int
@@ -50,6 +63,7 @@ class Sizes:
     block_tokens: int
     graphs: bool = True
     graphs_later: bool = False
+    graph_prompt_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,14 +100,17 @@ class FusedRunner:
         self._device = device
         # The index of each sequence's id in `_newest`, the ids sampled by the last step in the order of its chunks.
         self._places: Mapping[TokenSequence, int] = {}
-        self._newest = torch.zeros(sizes.max_sequences, dtype=torch.int64, device=device)
+        self._newest = torch.zeros(sizes.max_sequences + MAX_PROMPTS, dtype=torch.int64, device=device)
         self.has_graphs = device.type == "cuda" and sizes.graphs
         model.prepare(sizes.max_sequences)
-        self._uncaptured: list[int] = []  # sizes that are captured later, the smallest first
+        self._uncaptured: list[int | MixedSize] = []  # sizes that are captured later, the next one last
         self._pool = torch.cuda.graph_pool_handle() if self.has_graphs else None
-        self._decodes = self._make_decodes()
+        # Memory that one stream has used is not another's: all sizes are captured on the same one.
+        self._stream = torch.cuda.Stream(device) if self.has_graphs else None  # type: ignore[no-untyped-call]
         if device.type == "cuda":
-            self._compile_for_long_contexts()
+            self._compile_prefill()
+        self._decodes = self._make_decodes()
+        self._mixed = self._make_mixed()
         self._masks = MaskThreads()
 
     def start(self, chunks: Sequence[Chunk]) -> InflightStep:
@@ -110,7 +127,8 @@ class FusedRunner:
             ordered = chunks
         else:
             ordered = sorted(chunks, key=lambda chunk: chunk.count > 1)
-            logits, outcome = self._compute(ordered)
+            mixed = smallest_step(self._mixed, ordered)
+            logits, outcome = self._compute(ordered) if mixed is None else self._compute_mixed(mixed, ordered)
         return self._finish(ordered, logits, outcome)
 
     def _decode(self, chunks: Sequence[Chunk]) -> tuple[torch.Tensor, torch.Tensor]:
@@ -128,9 +146,16 @@ class FusedRunner:
         decode.flat.copy_(_staged(step.flat, self._device), non_blocking=True)
         decode.run()
 
+    def _compute_mixed(self, mixed: MixedStep, chunks: Sequence[Chunk]) -> tuple[torch.Tensor, torch.Tensor]:
+        flat = fill_mixed(mixed.size, mixed.layout, chunks, self._places)
+        mixed.flat.copy_(_staged(flat, self._device), non_blocking=True)
+        mixed.run()
+        return mixed.logits[: len(chunks)], mixed.outcome[:, : len(chunks)]
+
     def free_graphs(self) -> None:
         """Frees the captured steps; none can be started afterwards. NCCL's operations in them end only then."""
         self._decodes.clear()
+        self._mixed.clear()
 
     def rehearse(self) -> None:
         """Computes an empty decode step of each size."""
@@ -138,11 +163,15 @@ class FusedRunner:
             decode.run()
 
     def prepare_more(self) -> bool:
-        """Captures the largest size that is not yet. See StepRunner."""
+        """Captures a size that is not yet: the largest of decode steps, then of those with prompts. See StepRunner."""
         if self._uncaptured:
-            began, size = time.monotonic(), self._uncaptured.pop()
-            self._decodes.insert(0, self._graphed_decode(size))
-            _log.info("decode step captured", size=size, seconds=round(time.monotonic() - began, 3))
+            began, size = time.monotonic(), self._uncaptured[-1]
+            if isinstance(size, MixedSize):
+                self._mixed.append(self._mixed_step(size))
+            else:
+                self._decodes.insert(0, self._graphed_decode(size))
+            self._uncaptured.pop()
+            _log.info("step captured", size=str(size), seconds=round(time.monotonic() - began, 3))
         return bool(self._uncaptured)
 
     def _compute(self, chunks: Sequence[Chunk]) -> tuple[torch.Tensor, torch.Tensor]:
@@ -192,22 +221,39 @@ class FusedRunner:
         if not self.has_graphs:
             return [self._plain_decode(size) for size in sizes]
         if self._sizes.graphs_later:
-            *self._uncaptured, largest = sizes
-            sizes = [largest]
+            self._uncaptured += sizes[:-1]
+            sizes = sizes[-1:]
         began = time.monotonic()
         # The largest first: its memory is then enough for the others.
         made = [self._graphed_decode(size) for size in reversed(sizes)]
         _log.info("decode steps captured", sizes=sizes, seconds=round(time.monotonic() - began, 1))
         return made[::-1]
 
-    def _compile_for_long_contexts(self) -> None:
-        """Computes a step of padding with the widest table: a few tokens behind a long context have their own kernels,
-        which the first request that needs them would wait for.
+    def _make_mixed(self) -> list[MixedStep]:
+        sizes = mixed_sizes(self._sizes.max_sequences, self._sizes.graph_prompt_tokens)
+        if not sizes or (self._device.type == "cuda" and not self.has_graphs):
+            return []  # with padding they would only take longer
+        rows = sizes[-1].rows
+        self._mixed_logits = torch.zeros(rows, self._model.vocab_size, dtype=self._model.dtype, device=self._device)
+        self._mixed_outcome = torch.zeros(2, rows, dtype=torch.int64, device=self._device)
+        if not self.has_graphs:
+            return [self._mixed_step(size) for size in sizes]
+        first = [] if self._sizes.graphs_later else [sizes.pop()]
+        self._uncaptured[:0] = sizes
+        began = time.monotonic()
+        made = [self._mixed_step(size) for size in first]
+        _log.info("steps with prompts captured", sizes=len(made), seconds=round(time.monotonic() - began, 3))
+        return made
+
+    def _compile_prefill(self) -> None:
+        """Computes steps of padding with the narrowest and the widest table: prompts behind a long context have their
+        own kernels, and the first request that needs either would wait for them.
         """
-        layout = Layout(1, 1, self._decode_layout(1).shape[2], tiles=1)
-        flat = layout.empty()
-        flat[-TILE_NUMBERS:] = (0, 1, 0, 0, 0)
-        self._decoded(layout.views(upload(flat, self._device), singles=0))
+        for width in (1, self._decode_layout(1).shape[2]):
+            layout = Layout(1, 1, width, tiles=1)
+            flat = layout.empty()
+            flat[-TILE_NUMBERS:] = (0, 1, 0, 0, 0)
+            self._computed(layout.views(upload(flat, self._device), singles=0))
 
     def _plain_decode(self, size: int) -> Decode:
         layout = self._decode_layout(size)
@@ -217,7 +263,7 @@ class FusedRunner:
         outcome = torch.zeros(2, size, dtype=torch.int64, device=self._device)
 
         def run() -> None:
-            logits.copy_(self._decoded(step))
+            logits.copy_(self._computed(step))
             outcome.copy_(choose(logits))
             self._newest[:size] = outcome[0]
 
@@ -227,22 +273,48 @@ class FusedRunner:
         layout = self._decode_layout(size)
         flat = upload(layout.empty(), self._device)
         step = layout.views(flat, size)
-        stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
+
+        def compute() -> tuple[torch.Tensor, torch.Tensor]:
+            logits = self._computed(step)
+            outcome = choose(logits)
+            self._newest[:size] = outcome[0]
+            return logits, outcome
+
+        (logits, outcome), replay = self._captured(compute)
+        return Decode(size, layout, flat, logits, outcome, replay)
+
+    def _mixed_step(self, size: MixedSize) -> MixedStep:
+        layout = size.layout(self._decode_layout(1).shape[2])
+        flat = upload(layout.empty(), self._device)
+        step = layout.views(flat, size.singles)
+        # Those of all sizes are the same memory: a graph's own would stay.
+        logits, outcome = self._mixed_logits[: size.rows], self._mixed_outcome[:, : size.rows]
+
+        def compute() -> None:
+            logits.copy_(self._computed(step))
+            outcome.copy_(choose(logits))
+            self._newest[: size.rows] = outcome[0]
+
+        run = self._captured(compute)[1] if self.has_graphs else compute
+        return MixedStep(size, layout, flat, logits, outcome, run)
+
+    def _captured(self, compute: Callable[[], Computed]) -> tuple[Computed, Callable[[], None]]:
+        """Captures what `compute` starts on the device; returns its results, and what starts it again."""
+        stream = self._stream
+        assert stream is not None
         stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(stream):
             for _ in range(_WARM_UPS):
-                choose(self._decoded(step))
+                compute()
         torch.cuda.current_stream(self._device).wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
         # Capture only the operations of this thread: other threads may use the GPU meanwhile.
         with torch.cuda.graph(graph, pool=self._pool, stream=stream, capture_error_mode="thread_local"):
-            logits = self._decoded(step)
-            outcome = choose(logits)
-            self._newest[:size] = outcome[0]
-        return Decode(size, layout, flat, logits, outcome, graph.replay)
+            results = compute()
+        return results, graph.replay
 
-    def _decoded(self, step: StepTensors) -> torch.Tensor:
-        return self._model.run(self._model.embed(self._ids(step)), step.tokens, None)
+    def _computed(self, step: StepTensors) -> torch.Tensor:
+        return self._model.run(self._model.embed(self._ids(step)), step.tokens, step.last_rows)
 
     def _decode_layout(self, size: int) -> Layout:
         return Layout(size, size, -(-self._sizes.max_context_tokens // self._sizes.block_tokens))

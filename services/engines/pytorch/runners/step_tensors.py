@@ -33,11 +33,15 @@ def buckets(max_sequences: int) -> list[int]:
 
 @dataclass(frozen=True, slots=True)
 class StepTensors:
-    """A step on the device. An id whose `sources` is not KNOWN is sampled there by the previous step."""
+    """A step on the device. An id whose `sources` is not KNOWN is sampled there by the previous step.
+
+    `last_rows` are the rows to compute logits of; None for all.
+    """
 
     token_ids: torch.Tensor
     sources: torch.Tensor
     tokens: PagedTokens
+    last_rows: torch.Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,24 +64,67 @@ class StepArrays:
     rows: NDArray[np.int64]
 
 
+@dataclass(frozen=True, slots=True)
+class HostParts:
+    """The parts of a step's array in host memory."""
+
+    ids: Ints
+    sources: Ints
+    positions: Ints
+    rows: Ints
+    tables: Ints
+    tiles: Ints
+    last_rows: Ints
+
+    def write(self, chunk: Chunk, row: int, first: int, places: Mapping[TokenSequence, int]) -> None:
+        """Writes a chunk: its tokens from `first` on, and the table `row` of its sequence."""
+        sequence, last = chunk.sequence, first + chunk.count
+        known = sequence.tokens[chunk.start : chunk.end]
+        self.ids[first : first + len(known)] = known
+        if len(known) < chunk.count:
+            self.sources[last - 1] = places[sequence]
+        self.positions[first:last] = np.arange(chunk.start, chunk.end)
+        self.rows[first:last] = row
+        blocks = sequence.blocks[: self.tables.shape[1]]
+        self.tables[row, : len(blocks)] = blocks
+
+
 class Layout:
     """The layout of a step in one flat int32 array.
 
     The parts in order: ids, sources, positions and table rows of `tokens` tokens; the block tables of `sequences`
-    sequences, `width` blocks each; `tiles` tiles of prefill attention.
+    sequences, `width` blocks each; `tiles` tiles of prefill attention; `last_rows` rows to compute logits of.
     """
 
-    def __init__(self, tokens: int, sequences: int, width: int, tiles: int = 0) -> None:
+    def __init__(
+        self,
+        tokens: int,
+        sequences: int,
+        width: int,
+        tiles: int = 0,
+        last_rows: int = 0,
+        tile_tokens: int = QUERIES_OF_A_TILE,
+    ) -> None:
         self.shape = (tokens, sequences, width, tiles)
-        self.size = 4 * tokens + sequences * width + TILE_NUMBERS * tiles
+        self.last_rows, self.tile_tokens = last_rows, tile_tokens
+        self.size = 4 * tokens + sequences * width + TILE_NUMBERS * tiles + last_rows
 
     def views(self, flat: torch.Tensor, singles: int) -> StepTensors:
         """Returns the parts of such an array on the device; the first `singles` tokens are decoded one by one."""
         tokens, sequences, width, tiles = self.shape
-        ids, sources, positions, rows = flat[: 4 * tokens].view(4, tokens).unbind()
-        tables = flat[4 * tokens : 4 * tokens + sequences * width].view(sequences, width)
-        parts = flat[4 * tokens + sequences * width : self.size].view(tiles, TILE_NUMBERS) if tiles else None
-        return StepTensors(ids, sources, PagedTokens(positions, rows, tables, singles, parts))
+        numbers, tables, rows_of_tiles, last_rows = torch.split(flat, self._sizes)
+        ids, sources, positions, rows = numbers.view(4, tokens).unbind()
+        parts = rows_of_tiles.view(tiles, TILE_NUMBERS) if tiles else None
+        paged = PagedTokens(positions, rows, tables.view(sequences, width), singles, parts, self.tile_tokens)
+        return StepTensors(ids, sources, paged, last_rows if self.last_rows else None)
+
+    def parts(self, flat: Ints) -> HostParts:
+        """Returns the parts of such an array in host memory, as views."""
+        tokens, sequences, width, tiles = self.shape
+        numbers, tables, rows_of_tiles, last_rows = np.split(flat, np.cumsum(self._sizes)[:-1])
+        ids, sources, positions, rows = numbers.reshape(4, tokens)
+        of_tiles = rows_of_tiles.reshape(tiles, TILE_NUMBERS)
+        return HostParts(ids, sources, positions, rows, tables.reshape(sequences, width), of_tiles, last_rows)
 
     def empty(self) -> Ints:
         """Returns an array in which every token is padding."""
@@ -89,60 +136,54 @@ class Layout:
             flat[3 * tokens : 4 * tokens] = np.arange(tokens)
         return flat
 
+    @property
+    def _sizes(self) -> list[int]:
+        tokens, sequences, width, tiles = self.shape
+        return [4 * tokens, sequences * width, TILE_NUMBERS * tiles, self.last_rows]
+
 
 def fill_decodes(flat: Ints, layout: Layout, chunks: Sequence[Chunk], places: Mapping[TokenSequence, int]) -> None:
     """Writes chunks of one token each; `places` are the indices of ids that the previous step samples."""
-    tokens, sequences, width, _ = layout.shape
-    ids, sources, positions = flat[: 3 * tokens].reshape(3, tokens)
-    tables = flat[4 * tokens : 4 * tokens + sequences * width].reshape(sequences, width)
+    parts = layout.parts(flat)
     for row, chunk in enumerate(chunks):
         sequence = chunk.sequence
         if chunk.start < len(sequence.tokens):
-            ids[row] = sequence.tokens[chunk.start]
+            parts.ids[row] = sequence.tokens[chunk.start]
         else:
-            sources[row] = places[sequence]
-        positions[row] = chunk.start
-        tables[row, : len(sequence.blocks)] = sequence.blocks
+            parts.sources[row] = places[sequence]
+        parts.positions[row] = chunk.start
+        parts.tables[row, : len(sequence.blocks)] = sequence.blocks
 
 
 def build(chunks: Sequence[Chunk], block_tokens: int, places: Mapping[TokenSequence, int]) -> tuple[Ints, Layout, int]:
     """Returns the array of a step, chunks of one token first, with its layout and the number of those chunks."""
     singles = sum(chunk.count == 1 for chunk in chunks)
-    tiles = _tiles(chunks, singles)
+    tiles = tiles_of(chunks[singles:], singles, singles)
     width = max(-(-chunk.end // block_tokens) for chunk in chunks)
     layout = Layout(sum(chunk.count for chunk in chunks), len(chunks), width, len(tiles))
-    total = layout.shape[0]
     flat = layout.empty()
-    ids, sources, positions, rows = flat[: 4 * total].reshape(4, total)
-    tables = flat[4 * total : 4 * total + len(chunks) * width].reshape(len(chunks), width)
+    parts = layout.parts(flat)
     first = 0
     for row, chunk in enumerate(chunks):
-        sequence, last = chunk.sequence, first + chunk.count
-        known = sequence.tokens[chunk.start : chunk.end]
-        ids[first : first + len(known)] = known
-        if len(known) < chunk.count:
-            sources[last - 1] = places[sequence]
-        positions[first:last] = np.arange(chunk.start, chunk.end)
-        rows[first:last] = row
-        blocks = sequence.blocks[:width]
-        tables[row, : len(blocks)] = blocks
-        first = last
-    flat[4 * total + len(chunks) * width :] = np.array(tiles, dtype=np.int32).reshape(-1)
+        parts.write(chunk, row, first, places)
+        first += chunk.count
+    parts.tiles[:] = np.array(tiles, dtype=np.int32).reshape(-1, TILE_NUMBERS)
     return flat, layout, singles
 
 
-def _tiles(chunks: Sequence[Chunk], singles: int) -> list[tuple[int, int, int, int, int]]:
-    """Splits the longer chunks into tiles: first token of the step, tokens, first position, row, and the chunk's tokens
-    before it. The longest work comes first.
+def tiles_of(
+    chunks: Sequence[Chunk], first: int, row: int, tile_tokens: int = QUERIES_OF_A_TILE
+) -> list[tuple[int, int, int, int, int]]:
+    """Splits chunks into tiles: first token of the step, tokens, first position, row, and the chunk's tokens before it.
+    The longest work comes first. The chunks' tokens begin at `first`, and their rows at `row`.
 
     Tiles late in a long prompt read much more than others, which then fill the gaps.
     """
     found = []
-    first = singles
-    for row, chunk in enumerate(chunks[singles:], start=singles):
-        for offset in range(0, chunk.count, QUERIES_OF_A_TILE):
-            count = min(QUERIES_OF_A_TILE, chunk.count - offset)
-            found.append((first + offset, count, chunk.start + offset, row, offset))
+    for index, chunk in enumerate(chunks, start=row):
+        for offset in range(0, chunk.count, tile_tokens):
+            count = min(tile_tokens, chunk.count - offset)
+            found.append((first + offset, count, chunk.start + offset, index, offset))
         first += chunk.count
     return sorted(found, key=lambda tile: tile[2], reverse=True)
 

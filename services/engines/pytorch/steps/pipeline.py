@@ -64,10 +64,14 @@ class StepPipeline:
     def _prepare_if_idle(self) -> None:
         """Uses the time while there is nothing to compute."""
         self._pool.seal_all()
-        now = time.monotonic()
-        self._idle_since = self._idle_since or now
-        if not self._is_prepared and now - self._idle_since >= _IDLE_SECONDS:
+        self._idle_since = self._idle_since or time.monotonic()
+        if not self._is_prepared and not self._seconds_until_idle:
             self._is_prepared = not self._runner.prepare_more()
+
+    @property
+    def _seconds_until_idle(self) -> float:
+        now = time.monotonic()
+        return max(0.0, (self._idle_since or now) + _IDLE_SECONDS - now)
 
     def finish_step(self) -> None:
         """Waits for the step in flight, if there is one, and processes its outcome."""
@@ -83,7 +87,7 @@ class StepPipeline:
         if self._tiers is not None and self._tiers.is_busy:
             return LOAD_POLL_SECONDS
         if self._stuck_since is None:
-            return None if self._is_prepared else _IDLE_SECONDS
+            return None if self._is_prepared else self._seconds_until_idle
         return max(0.0, self._stuck_since + self._rules.held_wait_seconds - time.monotonic())
 
     def _start(self, chunks: list[Chunk]) -> InflightStep | None:

@@ -4,13 +4,21 @@ The interpreter is slow, and Triton is not installed without a GPU: TRITON_INTER
 """
 
 import os
+from dataclasses import replace
 from importlib.util import find_spec
 
 import pytest
 import torch
 from support.engines.device import DEVICE
 
-from services.engines.pytorch.kernels.paged_ops import QUERIES_OF_A_TILE, HeadNorms, HeadShape, PagedTokens, TorchOps
+from services.engines.pytorch.kernels.paged_ops import (
+    QUERIES_OF_A_SHORT_TILE,
+    QUERIES_OF_A_TILE,
+    HeadNorms,
+    HeadShape,
+    PagedTokens,
+    TorchOps,
+)
 
 pytestmark = pytest.mark.skipif(
     find_spec("triton") is None or (DEVICE == "cpu" and os.environ.get("TRITON_INTERPRET") != "1"),
@@ -38,7 +46,9 @@ def _pool(shape: HeadShape, block_tokens: int, blocks: int, dtype: torch.dtype) 
     return pool.to(dtype)
 
 
-def _tokens(singles: list[int], chunks: list[tuple[int, int]], block_tokens: int) -> tuple[PagedTokens, int]:
+def _tokens(
+    singles: list[int], chunks: list[tuple[int, int]], block_tokens: int, tile_tokens: int = QUERIES_OF_A_TILE
+) -> tuple[PagedTokens, int]:
     """Sequences that decode at positions `singles`, and chunks of (first position, tokens), in scattered blocks."""
     ends = [position + 1 for position in singles] + [first + count for first, count in chunks]
     needs = [max(0, -(-end // block_tokens)) for end in ends]
@@ -51,16 +61,17 @@ def _tokens(singles: list[int], chunks: list[tuple[int, int]], block_tokens: int
     tiles = []
     for index, (first, count) in enumerate(chunks):
         row = len(singles) + index
-        for start in range(0, count, QUERIES_OF_A_TILE):
-            tiles.append([len(positions) + start, min(QUERIES_OF_A_TILE, count - start), first + start, row, start])
+        for start in range(0, count, tile_tokens):
+            tiles.append([len(positions) + start, min(tile_tokens, count - start), first + start, row, start])
         positions += range(first, first + count)
         rows += [row] * count
 
     def on_device(values: list[int] | list[list[int]]) -> torch.Tensor:
         return torch.tensor(values, dtype=torch.int32, device=DEVICE)
 
+    found_tiles = on_device(tiles) if tiles else None
     tokens = PagedTokens(
-        on_device(positions), on_device(rows), tables.to(DEVICE), len(singles), on_device(tiles) if tiles else None
+        on_device(positions), on_device(rows), tables.to(DEVICE), len(singles), found_tiles, tile_tokens
     )
     return tokens, sum(needs) + 1
 
@@ -77,18 +88,20 @@ def _tokens(singles: list[int], chunks: list[tuple[int, int]], block_tokens: int
         pytest.param([], [(2500, 33), (0, 5), (700, 2)], id="a-few-tokens-behind-a-long-context"),
     ],
 )
+@pytest.mark.parametrize("tile_tokens", [QUERIES_OF_A_TILE, QUERIES_OF_A_SHORT_TILE], ids=["tiles", "short-tiles"])
 def test_attention_equals_plain_attention(
     shape: HeadShape,
     block_tokens: int,
     singles: list[int],
     chunks: list[tuple[int, int]],
+    tile_tokens: int,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     from services.engines.pytorch.kernels import triton_ops
 
     monkeypatch.setattr(triton_ops, "_LONG_CONTEXT", 2048)
     torch.manual_seed(3)
-    tokens, blocks = _tokens(singles, chunks, block_tokens)
+    tokens, blocks = _tokens(singles, chunks, block_tokens, tile_tokens)
     pool = _pool(shape, block_tokens, blocks, torch.float32)
     qkv = torch.randn(len(tokens.positions), (shape.heads + 2 * shape.kv_heads) * shape.head_dim, device=DEVICE)
     real = tokens.positions >= 0
@@ -99,6 +112,31 @@ def test_attention_equals_plain_attention(
         expected = TorchOps().attend(qkv, tokens, pool[:, layer], shape)
         found = _triton().attend(qkv, tokens, pool[:, layer], shape)  # type: ignore[attr-defined]
         torch.testing.assert_close(found[real], expected[real], rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("splits_from", "tile_tokens"),
+    [(0, QUERIES_OF_A_TILE), (1 << 30, QUERIES_OF_A_TILE), (0, QUERIES_OF_A_SHORT_TILE)],
+    ids=["split", "whole", "short"],
+)
+def test_tiles_of_padding_and_tokens_of_padding_between_change_nothing(
+    splits_from: int, tile_tokens: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from services.engines.pytorch.kernels import triton_ops
+
+    monkeypatch.setattr(triton_ops, "_LONG_CONTEXT", splits_from)
+    shape, block_tokens = HeadShape(6, 2, 16, 0.25), 4
+    torch.manual_seed(6)
+    tokens, blocks = _tokens([33, 5, -1, -1], [(0, 70), (130, 3)], block_tokens, tile_tokens)
+    assert tokens.tiles is not None
+    padded = replace(tokens, tiles=torch.cat([tokens.tiles, tokens.tiles.new_tensor([[0, 0, -1, 0, 0]] * 3)]))
+    pool = _pool(shape, block_tokens, blocks, torch.float32)
+    qkv = torch.randn(len(tokens.positions), (shape.heads + 2 * shape.kv_heads) * shape.head_dim, device=DEVICE)
+    qkv[2:4] = float("nan")
+    expected = _triton().attend(qkv, tokens, pool[:, 0], shape)  # type: ignore[attr-defined]
+    found = _triton().attend(qkv, padded, pool[:, 0], shape)  # type: ignore[attr-defined]
+    real = tokens.positions >= 0
+    assert torch.equal(found[real], expected[real])
 
 
 def test_values_that_are_no_numbers_harm_no_other_request_of_the_step() -> None:
