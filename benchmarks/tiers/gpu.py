@@ -166,12 +166,20 @@ async def measure_resuming(engine: PyTorchEngine, options: argparse.Namespace) -
 
 
 class StepTimes:
-    """The host's time of each step of an engine, and of the parts of it that a load adds to."""
+    """The host's time of each step of an engine, and of the parts of it that a load adds to; and the longest steps,
+    with the parts of each.
+    """
 
     def __init__(self, core: EngineCore) -> None:
         self._taken: dict[str, list[float]] = {}
+        self._of_step: dict[str, float] = {}
+        self._longest: list[dict[str, float]] = []
         core.steps.step = self._timed("whole", core.steps.step)  # type: ignore[method-assign]
         scheduler, loads = core.scheduler, core.scheduler._loads
+        core.steps._start = self._timed("start of a step", core.steps._start)  # type: ignore[method-assign]
+        core.steps._process = self._timed("waiting and outcomes", core.steps._process)  # type: ignore[method-assign]
+        scheduler.schedule_ahead = self._timed("scheduling", scheduler.schedule_ahead)  # type: ignore[method-assign]
+        scheduler.remove = self._timed("removal", scheduler.remove)  # type: ignore[method-assign]
         scheduler._start = self._timed("admission", scheduler._start)  # type: ignore[method-assign]
         core._pool.allocate = self._timed("allocation", core._pool.allocate)  # type: ignore[method-assign]
         loads.begin = self._timed("start of a load", loads.begin)  # type: ignore[method-assign]
@@ -186,8 +194,17 @@ class StepTimes:
                 return run(*arguments)
             finally:
                 taken.append((time.perf_counter() - began) * 1e3)
+                self._of_step[name] = self._of_step.get(name, 0.0) + round(taken[-1], 2)
+                if name == "whole":
+                    self._longest = sorted([*self._longest, self._of_step], key=lambda each: -each["whole"])[:12]
+                    self._of_step = {}
 
         return timed
+
+    def pop_longest(self) -> list[dict[str, float]]:
+        """The longest steps since the last call, each with what its parts took, in ms."""
+        longest, self._longest = self._longest, []
+        return longest
 
     def pop(self) -> list[tuple[str, dict[str, float]]]:
         """The quantiles of what was timed since the last call, in ms."""
@@ -220,6 +237,7 @@ async def measure_streams(engine: PyTorchEngine, options: argparse.Namespace) ->
             await asyncio.sleep(0.02)
         await asyncio.sleep(0.1 if TINY else 0.5)
         steps.pop()
+        steps.pop_longest()
         began, firsts, windows = time.perf_counter(), list[float](), list[tuple[float, float]]()
         while time.perf_counter() - began < seconds:
             if beside == "alone":
@@ -235,6 +253,8 @@ async def measure_streams(engine: PyTorchEngine, options: argparse.Namespace) ->
         found = [times for times, _, _ in await asyncio.gather(*streams)]
         for name, taken in steps.pop():
             say(f"host's part of a step, {beside}", which=name, **taken)
+        for each in steps.pop_longest():
+            say(f"a long step, {beside}", **each)
         every = [(a, b) for times in found for a, b in pairwise(times) if any(x <= a and b <= y for x, y in windows)]
         with_step = {round(end, 3) for _, end in windows} if firsts else set[float]()
         rest = [(a, b) for a, b in every if not any(abs(b - end) < 0.002 for end in with_step)]

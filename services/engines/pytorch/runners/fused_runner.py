@@ -105,6 +105,8 @@ class FusedRunner:
         model.prepare(sizes.max_sequences)
         self._uncaptured: list[int | MixedSize] = []  # sizes that are captured later, the next one last
         self._pool = torch.cuda.graph_pool_handle() if self.has_graphs else None
+        # Memory that one stream has used is not another's: all sizes are captured on the same one.
+        self._stream = torch.cuda.Stream(device) if self.has_graphs else None  # type: ignore[no-untyped-call]
         if device.type == "cuda":
             self._compile_prefill()
         self._decodes = self._make_decodes()
@@ -163,11 +165,12 @@ class FusedRunner:
     def prepare_more(self) -> bool:
         """Captures a size that is not yet: the largest of decode steps, then of those with prompts. See StepRunner."""
         if self._uncaptured:
-            began, size = time.monotonic(), self._uncaptured.pop()
+            began, size = time.monotonic(), self._uncaptured[-1]
             if isinstance(size, MixedSize):
                 self._mixed.append(self._mixed_step(size))
             else:
                 self._decodes.insert(0, self._graphed_decode(size))
+            self._uncaptured.pop()
             _log.info("step captured", size=str(size), seconds=round(time.monotonic() - began, 3))
         return bool(self._uncaptured)
 
@@ -297,7 +300,8 @@ class FusedRunner:
 
     def _captured(self, compute: Callable[[], Computed]) -> tuple[Computed, Callable[[], None]]:
         """Captures what `compute` starts on the device; returns its results, and what starts it again."""
-        stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
+        stream = self._stream
+        assert stream is not None
         stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(stream):
             for _ in range(_WARM_UPS):
