@@ -176,6 +176,7 @@ async def test_an_upgrade_in_place_ends_no_stream_and_computes_nothing_twice(dep
         assert [answer.ids for answer in await _answers(stub)] == [answer.ids for answer in expected]
 
 
+@pytest.mark.slow  # tests/services/keeper/test_upgrader.py has it of a worker and a keeper in one process
 @pytest.mark.timeout(300)
 async def test_an_upgrade_whose_caller_has_left_goes_on_alone(deployment: Deployment, tmp_path: Path) -> None:
     async with _calls(deployment) as stub, AsyncClient(deployment.router.address) as client:

@@ -10,11 +10,18 @@ from support.cluster.fleet import Fleet, fleet
 from support.faults.kept_requests import any_requests, paced_requests
 from support.faults.killed_workers import Killer, Shape, plan
 from support.faults.lost_routers import Report, Streams
+from support.sampled import sampled
 from support.servers.etcd import EtcdServer
 
 _FULL = os.environ.get("BATON_FAULTS") == "full"
 _KILLS = 60 if _FULL else 3
 _UPGRADES = 20 if _FULL else 2
+# The workers, and whether routers are killed, too.
+_CASES: list[tuple[Shape, bool]] = [("one", False), ("one", True), ("apart", False), ("apart", True)]
+
+
+def _name(case: tuple[Shape, bool]) -> str:
+    return f"{case[0]}-workers" + ("-and-routers" if case[1] else "")
 
 
 async def _no_blocks_are_used(running: Fleet) -> None:
@@ -24,12 +31,12 @@ async def _no_blocks_are_used(running: Fleet) -> None:
 
 
 @pytest.mark.timeout(3000 if _FULL else 400)
-@pytest.mark.parametrize("routers", [False, True], ids=["workers", "workers-and-routers"])
-@pytest.mark.parametrize("shape", ["one", "apart"])
+@pytest.mark.parametrize("case", sampled(_CASES, [("one", False), ("apart", True)], _name))
 async def test_workers_that_are_killed_lose_no_stream(
-    shape: Shape, routers: bool, shared_etcd: EtcdServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    case: tuple[Shape, bool], shared_etcd: EtcdServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[1]), prepend=os.pathsep)
+    shape, routers = case
     name = f"killed-{shape}-{routers}".lower()
     async with fleet(plan(name, shared_etcd.endpoint, shape), tmp_path) as running:
         addresses = [node.direct for node in running.nodes.values() if node.role == "router"]

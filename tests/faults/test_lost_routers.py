@@ -11,6 +11,7 @@ import pytest
 from support.cluster.fleet import Fleet, FleetPlan, Node, fleet
 from support.faults.kept_requests import BODIES, any_requests, embedded_requests, embedded_worker, paced_requests
 from support.faults.lost_routers import EventSources, Report, Streams
+from support.sampled import sampled
 from support.servers.etcd import EtcdServer
 
 _SIMULATED = "engine={kind: simulated, name: demo, num_blocks: 4096, block_bytes: 1024, decode_step_seconds: 0.01}"
@@ -64,7 +65,7 @@ async def test_clients_of_openais_streams_lose_nothing_either(shared_etcd: EtcdS
 
 
 @pytest.mark.timeout(500 if _FULL else 300)
-@pytest.mark.parametrize("engine", ["simulated", "embedded"] if _FULL else ["embedded"])
+@pytest.mark.parametrize("engine", sampled(["simulated", "embedded"], ["simulated"]))
 async def test_routers_that_are_killed_and_paused_lose_no_stream(
     engine: str, shared_etcd: EtcdServer, tmp_path: Path
 ) -> None:

@@ -2,8 +2,10 @@
 
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from services.server import Worker
+if TYPE_CHECKING:  # a forked command imports this module
+    from services.server import Worker
 
 
 @dataclass(frozen=True)
@@ -27,8 +29,8 @@ class SmallCluster:
     """A router and its workers, all in this process."""
 
     address: str
-    prefill: Worker
-    decode: Worker
+    prefill: "Worker"
+    decode: "Worker"
 
     @property
     def blocks_used(self) -> int:

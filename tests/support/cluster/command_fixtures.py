@@ -3,12 +3,13 @@
 import asyncio
 import os
 import sys
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 
 import pytest
 from support.clients.baton_command import Baton, Outcome, SmallCluster
+from support.clients.forked_command import begin_to_import, may_be_forked, run_forked
 from support.cluster.in_process import PLACED_BY_LOAD
 from support.eventually import eventually
 from support.lifetimes import in_one_task
@@ -34,21 +35,32 @@ def environment() -> dict[str, str]:
 def baton(tmp_path: Path, environment: dict[str, str]) -> Baton:
     """Runs the command in a folder of the test's own."""
 
+    if may_be_forked(environment):
+        begin_to_import()
+
     async def run(*words: str | bytes, stdin: bytes = b"") -> Outcome:
-        process = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-m", "cli", *words),
-            stdin=asyncio.subprocess.PIPE,
-            stdout=asyncio.subprocess.PIPE,
-            stderr=asyncio.subprocess.PIPE,
-            cwd=tmp_path,
-            env=environment,
-        )
+        run_one = run_forked if may_be_forked(environment) else _run_anew
         async with timeout(COMMAND_SECONDS):
-            out, err = await process.communicate(stdin)
-        assert process.returncode is not None
-        return Outcome(process.returncode, out.decode(), err.decode())
+            return await run_one(words, tmp_path, environment, stdin)
 
     return run
+
+
+async def _run_anew(
+    words: Sequence[str | bytes], folder: Path, environment: Mapping[str, str], stdin: bytes
+) -> Outcome:
+    """Runs it by an interpreter of its own, which may have other packages."""
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", "cli", *words),
+        stdin=asyncio.subprocess.PIPE,
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.PIPE,
+        cwd=folder,
+        env=environment,
+    )
+    out, err = await process.communicate(stdin)
+    assert process.returncode is not None
+    return Outcome(process.returncode, out.decode(), err.decode())
 
 
 @pytest.fixture

@@ -3,6 +3,7 @@
 As with `spawn`, a process has nothing of the one that starts it, and no thread ran in the one that it is forked from.
 """
 
+import threading
 from multiprocessing import forkserver, popen_forkserver
 from multiprocessing.context import ForkServerContext, ForkServerProcess
 from multiprocessing.process import BaseProcess
@@ -10,6 +11,7 @@ from typing import Any
 from unittest import mock
 
 _servers: dict[tuple[str, ...], forkserver.ForkServer] = {}
+_launching = threading.Lock()
 
 
 class _Process(ForkServerProcess):
@@ -24,7 +26,7 @@ class _Popen(popen_forkserver.Popen):
     def _launch(self, process_obj: BaseProcess) -> None:
         assert isinstance(process_obj, _Process)
         server = _servers[process_obj.modules]
-        with mock.patch.object(forkserver, "connect_to_new_process", server.connect_to_new_process):
+        with _launching, mock.patch.object(forkserver, "connect_to_new_process", server.connect_to_new_process):
             super()._launch(process_obj)  # type: ignore[misc]
 
 
@@ -36,6 +38,10 @@ class Preloaded(ForkServerContext):
         self._modules = modules
         _servers[modules] = forkserver.ForkServer()
         _servers[modules].set_forkserver_preload(list(modules))
+
+    def begin(self) -> None:
+        """Starts the server, unless it runs, and does not wait for its imports."""
+        _servers[self._modules].ensure_running()
 
     def Process(self, *args: Any, **options: Any) -> BaseProcess:  # type: ignore[override]
         process = _Process(*args, **options)

@@ -3,6 +3,7 @@
 import random
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from itertools import cycle, product
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ from support.engines.engine_calls import collect, greedy
 from support.engines.tier_damage import BLOCK_BYTES, DAMAGES, SLOT_BYTES, Damage, damage_one, flipped_bit
 from support.engines.tier_faults import STEPS, failing_now_and_then, files_of_at_most
 from support.engines.tier_loads import always_loaded
+from support.sampled import sampled
 
 from services.engines.kv_events import KvTier
 from services.engines.prompt import Prompt
@@ -23,6 +25,7 @@ __all__ = ["always_loaded"]
 
 POOL = 20 * BLOCK_BYTES
 TOKENS = 4
+_TIERS = (KvTier.HOST, KvTier.DISK)
 _PARTS = 8  # of the ten thousand, each in a test of its own
 ON_HOST = {"kv_cache_bytes": POOL, "tiers": {"host_bytes": 200 * BLOCK_BYTES, "load_patience_seconds": 60}}
 Ids = Callable[[int, int], tuple[int, ...]]
@@ -43,6 +46,10 @@ def never_closed(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def prompts(random_ids: Ids) -> list[tuple[int, ...]]:
     return [random_ids(200, seed) for seed in range(8)]
+
+
+def _name(case: tuple[Damage, KvTier]) -> str:
+    return f"{case[0].__name__}-{case[1].name}"
 
 
 async def ids_of(engine: PyTorchEngine, prompt: tuple[int, ...]) -> tuple[int, ...]:
@@ -102,12 +109,12 @@ def _shown(failures: Counter[str]) -> str:
     return ", ".join(f"{count} of {name}" for name, count in sorted(failures.items()))
 
 
-@pytest.mark.parametrize("tier", [KvTier.HOST, KvTier.DISK])
-@pytest.mark.parametrize("damage", DAMAGES)
+@pytest.mark.parametrize("case", sampled(product(DAMAGES, _TIERS), zip(DAMAGES, cycle(_TIERS), strict=False), _name))
 @pytest.mark.usefixtures("never_closed")
 async def test_each_kind_of_damage_is_found(
-    llama: Checkpoint, prompts: list[tuple[int, ...]], tmp_path: Path, damage: Damage, tier: KvTier
+    llama: Checkpoint, prompts: list[tuple[int, ...]], tmp_path: Path, case: tuple[Damage, KvTier]
 ) -> None:
+    damage, tier = case
     chance = random.Random(7)
     found = since("baton_kv_damaged_blocks_total", tier=tier.name.lower())
     async with llama.engine(**(ON_HOST if tier is KvTier.HOST else on_disk(tmp_path / "kv"))) as engine:
