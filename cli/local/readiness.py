@@ -51,7 +51,7 @@ class Readiness:
         self._restarts = restarts or {}
 
     async def steps(self) -> AsyncGenerator[Step, None]:
-        """Yields each step, and ends when the cluster completes a request.
+        """Yields each step, and ends when the cluster completes a request and the viewer of traces listens.
 
         Raises StartFailed as soon as a process exits.
         """
@@ -69,6 +69,9 @@ class Readiness:
         for envoy in (each for each in state.processes if each.role == "envoy"):
             await self._until_serving(envoy.address)
             yield self._step(f"{envoy.name} has found a router")
+        # Its address is printed next.
+        for viewer in (each for each in state.processes if each.role == "traces"):
+            await self._until_listening(viewer.address)
 
     def _step(self, text: str) -> Step:
         return Step(text, time.monotonic() - self._since)
