@@ -6,7 +6,7 @@ from collections.abc import Callable
 from contextvars import Context
 from typing import Generic, TypeVar
 
-_TICK_SECONDS = 0.25
+TICK_SECONDS = 0.25
 
 Item = TypeVar("Item")
 
@@ -26,9 +26,9 @@ class Graces(Generic[Item]):
     def begin(self, item: Item, seconds: float) -> int:
         """Ends the item after so many seconds, unless `cancel` is called with the tick that is returned."""
         loop = asyncio.get_running_loop()
-        tick = math.ceil((loop.time() + seconds) / _TICK_SECONDS)
+        tick = math.ceil((loop.time() + seconds) / TICK_SECONDS)
         if tick not in self._ticks:
-            timer = loop.call_at(tick * _TICK_SECONDS, self._pass, tick, context=self._context)
+            timer = loop.call_at(tick * TICK_SECONDS, self._pass, tick, context=self._context)
             self._ticks[tick] = tick, timer, set()
         tick, _, items = self._ticks[tick]
         items.add(item)

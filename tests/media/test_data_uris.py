@@ -83,8 +83,9 @@ async def test_a_broken_data_uri_is_refused_by_the_name_of_its_field(uri: str, p
     assert [(v.field, v.description) for v in refused.value.violations] == [("media[3].uri", problem)]
 
 
-@pytest.mark.parametrize("uri", ["data:;base64," + "A" * 140_000_000, "data:," + "A" * 100_000_000])
-async def test_a_hundred_megabytes_are_refused_before_they_are_decoded(uri: str) -> None:
+@pytest.mark.parametrize(("head", "length"), [("data:;base64,", 140_000_000), ("data:,", 100_000_000)])
+async def test_a_hundred_megabytes_are_refused_before_they_are_decoded(head: str, length: int) -> None:
+    uri = head + "A" * length
     async with MediaLoader(MediaConfig()) as loader:
         with peak_memory() as peak, pytest.raises(InvalidRequest, match="is larger than the limit of 20971520 bytes"):
             await loader.load(MediaItem("media[0]", uri))

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 
 import pytest
 from support.clients.resuming import Received
-from support.cluster.in_process import FAST_ROUTER, Bench, bench, simulated
+from support.cluster.in_process import PATIENT, Bench, bench, simulated
 from support.eventually import PATIENCE_SECONDS, eventually
 
 from baton.calls import stream, unary
@@ -50,8 +50,8 @@ async def _attack() -> AsyncIterator[Attack]:
     workers = [simulated(f"worker-{number}", "prefill", "decode", decode_step_seconds=0.004) for number in range(2)]
     async with (
         timeout(60 + _ATTEMPTS / 20),
-        bench(*workers, proxied=False) as running,
-        host_router(FAST_ROUTER, running.registry) as other,
+        bench(*workers, router=PATIENT, proxied=False) as running,
+        host_router(PATIENT, running.registry) as other,
     ):
         await eventually(lambda: sum(not worker.problem for worker in other.cluster.workers) == 2)
         async with open_channel(other.address) as channel:

@@ -9,9 +9,11 @@ from support.clients.kept_responses import (
     routers,
 )
 from support.cluster.in_process import simulated
+from support.lifetimes import in_one_task
 
 
 @pytest.fixture
 async def pair() -> AsyncIterator[Pair]:
-    async with routers(simulated("p1", "prefill", **STEP), simulated("d1", "decode", **STEP)) as found:
+    workers = simulated("p1", "prefill", **STEP), simulated("d1", "decode", **STEP)
+    async with in_one_task(routers(*workers)) as found:
         yield found

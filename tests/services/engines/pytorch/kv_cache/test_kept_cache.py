@@ -20,6 +20,7 @@ from support.engines.embedded import Checkpoint
 from support.engines.engine_calls import blocks_used, collect, greedy
 from support.eventually import eventually
 from support.keeping import KeepsHere, keeper_here
+from support.sampled import sampled
 
 from baton.errors import EngineFailed
 from services.engines.context import KeptMemory
@@ -36,6 +37,9 @@ PROMPT = tuple(range(5, 105))
 LAYOUT = KvLayout("ab" * 32, "float32", 1, 2, 1, 4, 8, 256)
 BLOCKS = 40
 _FULL = os.environ.get("BATON_FAULTS") == "full"
+# How many kills: at any time, and in the middle of writes, where a block is half written.
+_KILLS = [("250" if _FULL else "12",), ("250" if _FULL else "8", "--at-writes")]
+_DECODE_KILLS = [("10",), ("900" if _FULL else "12", "--at-writes", "--seed=100")]
 _END_SECONDS = 2900 if _FULL else 280
 
 
@@ -322,7 +326,7 @@ def _kill(folder: Path, *options: str, program: str = "dying_engine") -> dict[st
 
 
 @pytest.mark.timeout(3000 if _FULL else 300)
-@pytest.mark.parametrize("options", [("250" if _FULL else "12",), ("250" if _FULL else "8", "--at-writes")])
+@pytest.mark.parametrize("options", sampled(_KILLS, _KILLS[1:], " ".join))
 def test_engines_that_are_killed_give_no_wrong_token_and_leak_no_block(tmp_path: Path, options: Sequence[str]) -> None:
     report = _kill(tmp_path, *options)
     assert report["kills"] == int(options[0])
@@ -336,7 +340,7 @@ def test_a_planted_error_of_order_is_found(tmp_path: Path) -> None:
 
 
 @pytest.mark.timeout(3000 if _FULL else 300)
-@pytest.mark.parametrize("options", [("10",), ("900" if _FULL else "12", "--at-writes", "--seed=100")])
+@pytest.mark.parametrize("options", sampled(_DECODE_KILLS, _DECODE_KILLS[1:], " ".join))
 def test_decodes_of_engines_that_are_killed_go_on_exactly(tmp_path: Path, options: Sequence[str]) -> None:
     report = _kill(tmp_path, *options, program="dying_decodes")
     assert report["kills"] == int(options[0])
