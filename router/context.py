@@ -132,6 +132,11 @@ class RequestContext:
         return self.cancellation.call_id
 
     @property
+    def prompt_call_id(self) -> str:
+        """The id of a prompt's calls before the decode: of a kept answer this router's own; see Cancellation.own_id."""
+        return self.call_id if self.keep is None else self.cancellation.own_id
+
+    @property
     def is_large(self) -> bool:
         """True if checking the request takes too long for the event loop. Token ids take less time than texts."""
         if self.message_bytes <= _LARGE_MESSAGE_BYTES:

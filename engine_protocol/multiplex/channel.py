@@ -61,7 +61,7 @@ class _Streams:
     def __init__(self, open_stream: OpenStream) -> None:
         self._open = open_stream
         self._present: _Stream | None = None
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks: dict[asyncio.Task[None], None] = {}  # in their order, which is that of their ends
         self._is_closed = False
 
     def present(self) -> "_Stream":
@@ -72,8 +72,8 @@ class _Streams:
             # In variables of its own: the stream outlives the request, and is in no span.
             self._present = Context().run(_Stream, self._open)
             task = Context().run(asyncio.ensure_future, self._present.run())
-            self._tasks.add(task)
-            task.add_done_callback(self._tasks.discard)
+            self._tasks[task] = None
+            task.add_done_callback(self._tasks.pop)
         return self._present
 
     async def close(self) -> None:

@@ -144,7 +144,7 @@ class EmbeddingCache:
         self._entries: OrderedDict[EmbeddingKey, _Entry] = OrderedDict()
         self._num_bytes = 0
         self._inflight: dict[EmbeddingKey, InflightEncode] = {}
-        self._tasks: set[asyncio.Task[_Entry]] = set()
+        self._tasks: dict[asyncio.Task[_Entry], None] = {}  # in their order, which is that of their ends
         self._resources = AsyncExitStack()
 
     async def __aenter__(self) -> Self:
@@ -223,8 +223,8 @@ class EmbeddingCache:
     def _start(self, key: EmbeddingKey, encode: Encode) -> InflightEncode:
         inflight = self._inflight[key] = InflightEncode(partial(self._forget, key))
         inflight.task = task = asyncio.create_task(self._run(key, encode, inflight))
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        self._tasks[task] = None
+        task.add_done_callback(self._tasks.pop)
         task.add_done_callback(forget_cancellation)
         return inflight
 

@@ -110,7 +110,8 @@ class WorkerCalls:
             with _Calling(self._ctx, timing_pb2.STAGE_HANDOFF_WAIT, "allocate", worker, 0):
                 asked = self._with_prompt(request, prompt)
                 call: Any = worker.decode.Allocate(asked, timeout=seconds, metadata=metadata)
-                response = await answer_of(unary(call), worker, self._ctx.call_id, waiting)
+                # Not by a kept answer's id, which the next router's decode has, too: its blocks go with their lease.
+                response = await answer_of(unary(call), worker, self._ctx.prompt_call_id, waiting)
         except DeadlineExceeded:
             raise
         except BatonError as error:
@@ -125,7 +126,7 @@ class WorkerCalls:
         worker, prefill = placement.decode, placement.prefill
         assert prefill is not None
         request = decode_pb2.PrefetchRequest(
-            request_id=self._ctx.call_id,
+            request_id=self._ctx.prompt_call_id,
             model=self._model,
             prefill_worker_id=prefill.record.worker_id,
             prefill_epoch=prefill.record.epoch,
@@ -158,7 +159,7 @@ class WorkerCalls:
         tokens = len(prompt.token_ids)
         with _Calling(self._ctx, timing_pb2.STAGE_PREFILL_COMPUTE, "prefill", worker, tokens) as calling:
             request = prefill_pb2.PrefillRequest(
-                request_id=self._ctx.call_id,
+                request_id=self._ctx.prompt_call_id,
                 model=self._model,
                 reader=placement.decode.record.certificate,
                 data_parallel_rank=calling.begin_rank(placement.rank),
@@ -194,7 +195,7 @@ class WorkerCalls:
             cancel(call)
             raise
         answer: Awaitable[prefill_pb2.PrefillResponse] = unary(call)
-        return await answer_of(answer, worker, self._ctx.call_id, waiting)
+        return await answer_of(answer, worker, self._ctx.prompt_call_id, waiting)
 
     async def decode(
         self,

@@ -13,6 +13,7 @@ from router.workers.handle import WorkerHandle
 from rpc.channels import best_effort
 from rpc.timeouts import ABORT_SECONDS
 from runtime.aio import cancellations, uncancel
+from runtime.entropy import token_hex
 
 
 class SharedCall(Protocol):
@@ -39,6 +40,16 @@ class Cancellation:
         self._on_close: asyncio.Event | None = None  # for who waits
         self._waiting_for: dict[SharedCall, int] = {}
         self._parts: list[Cancellation] = []
+        self._own_id = ""
+
+    @property
+    def own_id(self) -> str:
+        """An id for calls that this router alone makes: `call_id` is also that of routers which resume the answer.
+
+        A late abort of such a call, by a router that has lost the answer, stops nothing of the next one.
+        """
+        self._own_id = self._own_id or f"{self.call_id}/{token_hex(4)}"
+        return self._own_id
 
     def part(self, call_id: str) -> "Cancellation":
         """The cancellation of a part of the request that workers know by an id of its own. Raises Cancelled."""
@@ -119,13 +130,14 @@ class Cancellation:
                 # Together: the first part that ends would take the others with it, before their workers have confirmed.
                 stopping = asyncio.ensure_future(self._abort_on(self._workers))
                 parts = await asyncio.gather(*(part.cancel(reason) for part in self._parts))
-                stopped = await stopping
+                receipts = await stopping
             finally:
                 self._stop_task()
             await self._wait_until_closed()
             # A call may have been on its way to a worker that had nothing to stop at the first abort.
+            stopped = {receipt.worker_id for receipt in receipts}
             late = await self._abort_on([worker for worker in self._workers if worker.record.worker_id not in stopped])
-        return [*shared, *(receipt for receipts in parts for receipt in receipts), *stopped.values(), *late.values()]
+        return [*shared, *(receipt for part in parts for receipt in part), *receipts, *late]
 
     async def _wait_until_closed(self) -> None:
         if not self._is_closed:
@@ -147,10 +159,11 @@ class Cancellation:
         receipts = await asyncio.gather(*(call.stop(leaving) for call, leaving in waiting))
         return [receipt for receipt in receipts if receipt]
 
-    async def _abort_on(self, workers: Sequence[WorkerHandle]) -> dict[str, generate_pb2.CancelReceipt]:
-        """The receipts of the workers that had something to stop, by worker id."""
-        receipts = await asyncio.gather(*(abort(worker, self.call_id) for worker in workers))
-        return {receipt.worker_id: receipt for receipt in receipts if receipt}
+    async def _abort_on(self, workers: Sequence[WorkerHandle]) -> Sequence[generate_pb2.CancelReceipt]:
+        """The receipts of the workers that had something to stop."""
+        call_ids = [self.call_id, self._own_id] if self._own_id else [self.call_id]
+        receipts = await asyncio.gather(*(abort(worker, call_id) for worker in workers for call_id in call_ids))
+        return [receipt for receipt in receipts if receipt]
 
 
 async def abort(worker: WorkerHandle, call_id: str) -> generate_pb2.CancelReceipt | None:

@@ -20,8 +20,8 @@ class Graces(Generic[Item]):
     def __init__(self, end: Callable[[Item], None], context: Context) -> None:
         self._end = end
         self._context = context
-        # Each with its own number, so that all of its items have the same one.
-        self._ticks: dict[int, tuple[int, asyncio.TimerHandle, set[Item]]] = {}
+        # Each with its own number, so that all of its items have the same one; they end in the reverse of their order.
+        self._ticks: dict[int, tuple[int, asyncio.TimerHandle, dict[Item, None]]] = {}
 
     def begin(self, item: Item, seconds: float) -> int:
         """Ends the item after so many seconds, unless `cancel` is called with the tick that is returned."""
@@ -29,9 +29,9 @@ class Graces(Generic[Item]):
         tick = math.ceil((loop.time() + seconds) / TICK_SECONDS)
         if tick not in self._ticks:
             timer = loop.call_at(tick * TICK_SECONDS, self._pass, tick, context=self._context)
-            self._ticks[tick] = tick, timer, set()
+            self._ticks[tick] = tick, timer, {}
         tick, _, items = self._ticks[tick]
-        items.add(item)
+        items[item] = None
         return tick
 
     def cancel(self, item: Item, tick: int) -> None:
@@ -39,7 +39,7 @@ class Graces(Generic[Item]):
         if tick not in self._ticks:
             return
         _, timer, items = self._ticks[tick]
-        items.discard(item)
+        items.pop(item, None)
         if not items:
             timer.cancel()
             del self._ticks[tick]
@@ -47,10 +47,10 @@ class Graces(Generic[Item]):
     def _pass(self, tick: int) -> None:
         self._end_all(self._ticks.pop(tick)[2])
 
-    def _end_all(self, items: set[Item]) -> None:
+    def _end_all(self, items: dict[Item, None]) -> None:
         try:
             while items:
-                self._end(items.pop())
+                self._end(items.popitem()[0])
         finally:
             if items:  # the others go, whatever one of them raises
                 self._end_all(items)

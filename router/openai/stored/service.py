@@ -63,7 +63,7 @@ class ResponseService:
         self._path = path
         self._config = config
         self._resumer = Resumer(path.contexts, path.pipeline)
-        self._tasks: set[asyncio.Task[Any]] = set()
+        self._tasks: dict[asyncio.Task[Any], None] = {}  # in their order, which is that of their ends
         self._adopting: dict[str, asyncio.Task[StoredResponse]] = {}
 
     async def __aenter__(self) -> Self:
@@ -180,8 +180,8 @@ class ResponseService:
     def _create_task(self, work: Coroutine[Any, Any, Result]) -> "asyncio.Task[Result]":
         """A task that ends with this service. Its error is not logged as lost if no call waits for it any more."""
         task = retrieved(asyncio.create_task(work))
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        self._tasks[task] = None
+        task.add_done_callback(self._tasks.pop)
         return task
 
     # By their ids.
@@ -259,7 +259,7 @@ class ResponseService:
             await asyncio.wait((entry.task,), timeout=_CANCELLED_SECONDS)
 
 
-async def _ended(tasks: "set[asyncio.Task[Any]]") -> bool:
+async def _ended(tasks: "dict[asyncio.Task[Any], None]") -> bool:
     """Cancels tasks, which may start others as they end. False if some have not ended in time."""
     with suppress(TimeoutError):
         async with timeout(CLEANUP_SECONDS):
