@@ -5,10 +5,10 @@
 
 A Llama of 8B shape with made-up bfloat16 weights, or with --small a little one in float32, whose greedy ids can be
 compared whatever else is in a batch. `restart` counts from the kill to the end of a call of one token, which begins
-then. `kills` runs the streams undisturbed, and then with kills; its gaps are the longest one of each stream around each
-kill. With --keeping off, and with --keeping vllm by another engine, nothing is kept, and a supervisor starts the worker
-again. With --standby each kill waits until a process stands by. Every kill counts as the keeper's first. `cost`
-computes steps of as many sequences by two engines in one process, one of which keeps, in turns.
+then. `kills` runs the streams undisturbed, and then with kills; its gaps are the longest one of each stream from a kill
+until all have gone on. With --keeping off, and with --keeping vllm by another engine, nothing is kept, and a supervisor
+starts the worker again. With --standby each kill waits until a process stands by. Every kill counts as the keeper's
+first. `cost` computes steps of as many sequences by two engines in one process, one of which keeps, in turns.
 """
 
 import argparse
@@ -28,10 +28,11 @@ import torch
 from support.clients.scraping import scrape
 from support.keeping import keeper_here, workers_of
 from support.servers.etcd import free_port
+from transformers import LlamaConfig
 
 from baton import AsyncClient
 from baton.errors import BatonError
-from baton.inference.v1 import generate_pb2
+from baton.inference.v1 import cluster_service_pb2, generate_pb2
 from benchmarks.gpu_transfer import TINY
 from benchmarks.one_gpu.cluster import Worker, cluster, embedded, vllm_of
 from benchmarks.one_gpu.drain import Answer, Streams
@@ -50,8 +51,8 @@ _SUPERVISED = "benchmarks.one_gpu.supervised"
 _KEPT = {"weights": True, "kv": True}
 # Room for all streams to their ends, as the embedded engine has by default.
 _VLLM = {"kv_cache_memory_bytes": 48 << 30, "gpu_memory_utilization": 0.9, "max_num_seqs": 64}
-# What comes later than so long after a kill was not on its way.
 _COST_TOKENS = 170  # of an answer whose steps are timed
+# What comes later than so long after a kill was not on its way.
 _UNDER_WAY_SECONDS = 0.2
 # A process that stands by needs at least so long.
 _STANDBY_SECONDS = 1.5
@@ -139,7 +140,8 @@ async def kill_under_streams(client: AsyncClient, options: argparse.Namespace, v
     """Kills the worker while all streams decode, in rounds, whose prompts are in the prefix cache."""
     short = argparse.Namespace(**vars(options) | {"answer": options.compared})
     undisturbed = await Streams(client, short, vocabulary, keep_seconds=5).run("killed")
-    steady = [gap for answer in undisturbed for gap in answer.gaps_ms(answer.times[-100], 1e9)]
+    begun = max(answer.times[0] for answer in undisturbed)
+    steady = [gap for answer in undisturbed for gap in answer.gaps_ms(begun, 1e9)]
     say("undisturbed", p50_ms=quantile(steady, 0.5), p99_ms=quantile(steady, 0.99))
     streams, source, outcome = Streams(client, options, vocabulary, keep_seconds=5), random.Random(4), Outcome()
     ends_at = time.monotonic() + options.seconds
@@ -176,19 +178,14 @@ async def _round(
 ) -> None:
     task = asyncio.create_task(streams.run("killed"))
     await streams.begun(20)
-    times = []
+    kills: list[tuple[float, float]] = []  # when, and when all streams had gone on
     while outcome.kills < options.kills and time.monotonic() < ends_at:
         await standby_waits(options)
         await asyncio.sleep(source.uniform(0.3, 1.0))
         if task.done() or any(len(answer.ids) > options.answer - 60 for answer in streams.answers):
             break
-        times.append(time.perf_counter())
         outcome.kills += 1
-        await _lose(streams, options.losses[(outcome.kills - 1) % len(options.losses)])
-        while not task.done() and not _gone_on(streams.answers, times[-1] + _UNDER_WAY_SECONDS):  # noqa: ASYNC110
-            await asyncio.sleep(0.005)
-        took = time.perf_counter() - times[-1]
-        say("killed", gone_on_s=took, killed_at=(time.time() - took) % 1000)
+        kills.append(await _kill(streams, options.losses[(outcome.kills - 1) % len(options.losses)], task))
     if not task.done():
         task.cancel()  # all have gone on after the last kill
     [ended] = await asyncio.gather(task, return_exceptions=True)
@@ -196,28 +193,58 @@ async def _round(
         outcome.errors.append(repr(ended))
         outcome.failed += sum(not answer.has_ended for answer in streams.answers)
     for answer, wanted in zip(streams.answers, expected, strict=True):
-        _compare(answer, wanted, times, outcome)
+        _compare(answer, wanted, kills, outcome)
 
 
-async def _lose(streams: Streams, how: str) -> None:
-    """Sends the worker a signal, or has it upgraded while the streams decode."""
+async def _kill(streams: Streams, how: str, running: asyncio.Task[list[Answer]]) -> tuple[float, float]:
+    """Returns when it was, and when all streams had gone on."""
+    before = await _epoch(streams.client)
+    at = await _lose(streams, how)
+    back = asyncio.create_task(_back(streams.client, before, at))
+    while not running.done() and not _gone_on(streams.answers, at + _UNDER_WAY_SECONDS):  # noqa: ASYNC110
+        await asyncio.sleep(0.005)
+    took = time.perf_counter() - at
+    say("killed", gone_on_s=took, killed_at=(time.time() - took) % 1000)
+    await back
+    return at, at + took
+
+
+async def _epoch(client: AsyncClient) -> int:
+    """That of the worker's process, as the router knows it; 0 if it is not ready."""
+    ready = cluster_service_pb2.WORKER_STATE_READY
+    return sum(worker.epoch for worker in await client.workers() if worker.state == ready)
+
+
+async def _back(client: AsyncClient, before: int, at: float) -> None:
+    """Prints the seconds from a kill until the router has the worker's next process, ready."""
+    while await _epoch(client) in {0, before}:  # noqa: ASYNC110
+        await asyncio.sleep(0.05)
+    say("back", seconds=time.perf_counter() - at)
+
+
+async def _lose(streams: Streams, how: str) -> float:
+    """Sends the worker a signal, or has it upgraded while the streams decode. Returns when: finding it takes time."""
     if how != "upgrade":
         worker = worker_process()
-        for each in (worker, *worker.children(recursive=True)):  # an engine may have processes of its own
+        processes = [worker, *worker.children(recursive=True)]  # an engine may have processes of its own
+        began = time.perf_counter()
+        for each in processes:
             each.send_signal(signal.Signals[how])
-        return
+        return began
     began = time.perf_counter()
     await streams.client.upgrade_worker("kept", timeout_seconds=60)
     await asyncio.sleep(0.5)
     pairs = [pair for answer in streams.answers for pair in pairwise(answer.times) if pair[1] > began]
     say("upgraded", seconds=time.perf_counter() - began - 0.5, gap_most_s=max(b - a for a, b in pairs))
+    return began
 
 
-def _compare(answer: Answer, wanted: Answer, times: Sequence[float], outcome: Outcome) -> None:
+def _compare(answer: Answer, wanted: Answer, kills: Sequence[tuple[float, float]], outcome: Outcome) -> None:
     pairs = list(pairwise(answer.times))
-    for at in times:
-        outcome.gaps.append(max((b - a for a, b in pairs if a <= at + 0.05 and b > at), default=0.0))
-    outcome.between += [(b - a) * 1e3 for a, b in pairs if not any(a <= at + 0.05 and b > at for at in times)]
+    for at, gone_on in kills:
+        outcome.gaps.append(max((b - a for a, b in pairs if a < gone_on and b > at), default=0.0))
+    beside = (b - a for a, b in pairs if not any(a < gone_on and b > at for at, gone_on in kills))
+    outcome.between += [seconds * 1e3 for seconds in beside]
     outcome.migrations += answer.migrations
     same = list(zip(answer.ids, wanted.ids, strict=False))
     outcome.compared += len(same)
@@ -255,8 +282,21 @@ async def recovered() -> None:
 def core_of(options: argparse.Namespace, folder: Path, kept: KeptMemory | None) -> EngineCore:
     """An engine, with a pool that has room for all sequences."""
     values: dict[str, object] = dict(embedded(folder, max_sequences=options.streams, execution="fused"))
-    values["kv_cache_bytes"] = int((options.pool_gib or 0.0625) * 2**30)
+    values["kv_cache_bytes"] = int(options.pool_gib * 2**30) if options.pool_gib else _room(options)
     return EngineCore(PyTorchConfig.model_validate(values), kept=kept)
+
+
+def _room(options: argparse.Namespace) -> int:
+    """The bytes of all sequences' KV, and some more."""
+    shape = shape_of(options)
+    token = 2 * shape.num_hidden_layers * shape.num_key_value_heads * (shape.head_dim or 0)
+    width = 4 if shape.dtype == torch.float32 else 2
+    return int(1.05 * options.streams * (options.prompt + _COST_TOKENS) * token * width) + (64 << 20)
+
+
+def shape_of(options: argparse.Namespace) -> LlamaConfig:
+    """The model's."""
+    return small_shape() if options.small or TINY else big_shape(options.layers)
 
 
 def step_ms(core: EngineCore, options: argparse.Namespace) -> float:
@@ -304,9 +344,10 @@ def cost(options: argparse.Namespace, folder: Path) -> None:
         for turn in range(options.rounds + 1):
             pairs.append((step_ms(plain, options), step_ms(keeping, options)))
             say("a step", turn=turn, plain_ms=pairs[-1][0], kept_ms=pairs[-1][1])
-        ratio = statistics.median(kept_ms / plain_ms for plain_ms, kept_ms in pairs[1:])
-        without, with_it = (statistics.median(each) for each in zip(*pairs[1:], strict=True))
-        say("cost", plain_ms=without, kept_ms=with_it, more=f"{ratio - 1:+.2%}")
+            if turn:  # the first one warms up
+                ratio = statistics.median(kept_ms / plain_ms for plain_ms, kept_ms in pairs[1:])
+                without, with_it = (statistics.median(each) for each in zip(*pairs[1:], strict=True))
+                say("cost", turns=turn, plain_ms=without, kept_ms=with_it, more=f"{ratio - 1:+.2%}")
 
 
 async def clusters(options: argparse.Namespace, folder: Path, vocabulary: int) -> None:
@@ -340,8 +381,7 @@ def main() -> None:
     parser.add_argument("--pool-gib", type=float, default=0.0625 if TINY else None)
     options = parser.parse_args()
     options.losses = options.losses.split(",")
-    shape = small_shape() if options.small or TINY else big_shape(options.layers)
-    with folder_of(shape) as folder:
+    with folder_of(shape_of(options)) as folder:
         if not set(options.only.split(",")).isdisjoint({"restart", "kills"}):
             asyncio.run(clusters(options, folder, 320 if options.small else VOCABULARY))
         if "cost" in options.only:
