@@ -1,10 +1,14 @@
 """CUDA's driver, called directly where PyTorch has no call for it."""
 
 import ctypes
+import threading
 from functools import cache
 from typing import Any
 
 from services.engines.memory.device_memory import DeviceUnavailable
+
+CAPTURING = threading.RLock()
+"""Held by a thread that captures a graph, and by one that waits for a whole GPU: that would end another one's capture."""
 
 
 @cache

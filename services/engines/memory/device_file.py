@@ -10,7 +10,7 @@ import weakref
 
 import torch
 
-from services.engines.memory.cuda_driver import check, driver
+from services.engines.memory.cuda_driver import CAPTURING, check, driver
 
 # Of cuda.h: CU_MEM_ALLOCATION_TYPE_PINNED, CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR, CU_MEM_LOCATION_TYPE_DEVICE, and
 # CU_MEM_ACCESS_FLAGS_PROT_READWRITE.
@@ -115,7 +115,8 @@ class DeviceMapping:
 
 def _unmap_when_idle(address: int, size: int, device: torch.device) -> None:
     torch.cuda.set_device(device)
-    driver().cuCtxSynchronize()  # a kernel may still use it
+    with CAPTURING:
+        driver().cuCtxSynchronize()  # a kernel may still use it
     _unmap(address, size, device)
 
 

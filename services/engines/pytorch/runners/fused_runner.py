@@ -14,6 +14,7 @@ import torch
 from numpy.typing import NDArray
 
 from services.engines.guidance.compiler import MaskThreads
+from services.engines.memory.cuda_driver import CAPTURING
 from services.engines.pytorch.model.fused_model import FusedModel
 from services.engines.pytorch.runners.batch import Chunk, MediaRows, media_rows
 from services.engines.pytorch.runners.mixed_steps import (
@@ -308,8 +309,9 @@ class FusedRunner:
                 compute()
         torch.cuda.current_stream(self._device).wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
-        # Capture only the operations of this thread: other threads may use the GPU meanwhile.
-        with torch.cuda.graph(graph, pool=self._pool, stream=stream, capture_error_mode="thread_local"):
+        # Capture only the operations of this thread: other threads may use the GPU meanwhile. A capture begins with a wait
+        # for the whole GPU, and engines of one process may begin at the same time.
+        with CAPTURING, torch.cuda.graph(graph, pool=self._pool, stream=stream, capture_error_mode="thread_local"):
             results = compute()
         return results, graph.replay
 

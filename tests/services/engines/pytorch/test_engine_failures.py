@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from support.engines.device import DEVICE
 from support.engines.embedded import Checkpoint
 from support.engines.engine_calls import blocks_used, collect, greedy
 from support.eventually import eventually
@@ -136,6 +137,7 @@ async def test_an_idle_engine_that_does_not_answer_its_canary_is_not_healthy(lla
         await eventually(lambda: engine.healthy)
 
 
+@pytest.mark.skipif(DEVICE != "cpu", reason="an engine on a GPU does not release its memory")
 async def test_an_engine_that_hangs_is_seen_after_a_release_of_its_memory_was_given_up(llama: Checkpoint) -> None:
     hanging, going_on = threading.Event(), threading.Event()
 
