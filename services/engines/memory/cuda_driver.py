@@ -5,10 +5,12 @@ import threading
 from functools import cache
 from typing import Any
 
+import torch
+
 from services.engines.memory.device_memory import DeviceUnavailable
 
 CAPTURING = threading.RLock()
-"""Held by a thread that captures a graph, and by one that waits for a whole GPU: that would end another one's capture."""
+"""Held by a thread that captures a graph, and by one that waits for a whole GPU, which would end another's capture."""
 
 
 @cache
@@ -26,3 +28,9 @@ def check(code: int, what: str) -> None:
         name = ctypes.c_char_p()
         driver().cuGetErrorName(code, ctypes.byref(name))
         raise DeviceUnavailable(f"{what}: {(name.value or b'error').decode()} ({code})")
+
+
+def synchronize(device: torch.device) -> None:
+    """Waits until a whole GPU has done what was asked of it, when no graph is captured."""
+    with CAPTURING:
+        torch.cuda.synchronize(device)

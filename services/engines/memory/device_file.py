@@ -10,7 +10,7 @@ import weakref
 
 import torch
 
-from services.engines.memory.cuda_driver import CAPTURING, check, driver
+from services.engines.memory.cuda_driver import CAPTURING, check, driver, synchronize
 
 # Of cuda.h: CU_MEM_ALLOCATION_TYPE_PINNED, CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR, CU_MEM_LOCATION_TYPE_DEVICE, and
 # CU_MEM_ACCESS_FLAGS_PROT_READWRITE.
@@ -50,7 +50,7 @@ def device_file(num_bytes: int, device: torch.device) -> int:
     check(exported, f"memory of {device} has no file descriptor")
     with torch.inference_mode():
         map_device_file(os.dup(descriptor.value), num_bytes, device).zero_()
-    torch.cuda.synchronize(device)
+    synchronize(device)
     return descriptor.value
 
 
@@ -145,4 +145,4 @@ def _location(device: torch.device) -> _Location:
 def _make_current(device: torch.device) -> None:
     """Makes the GPU's context, which the driver's calls need, that of the calling thread."""
     torch.cuda.set_device(device)
-    torch.cuda.synchronize(device)
+    synchronize(device)

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from services.engines.memory.cuda_driver import synchronize
 from services.engines.memory.device_file import device_file, map_device_file
 
 # As PyTorch's own allocator aligns tensors on a GPU.
@@ -112,7 +113,7 @@ def _device_memory(tensors: Mapping[int, torch.Tensor], size: int, device: torch
     for offset, tensor in tensors.items():
         data = tensor.detach().contiguous().view(-1).view(torch.uint8)
         memory[offset : offset + len(data)].copy_(data)
-    torch.cuda.synchronize(device)
+    synchronize(device)
     return descriptor
 
 

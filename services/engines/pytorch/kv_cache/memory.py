@@ -11,6 +11,7 @@ import structlog
 import torch
 
 from services.engines.kv import BlockMemory, BlockWriter, KvLayout
+from services.engines.memory.cuda_driver import synchronize
 from services.engines.memory.device_file import device_file, map_device_file
 from services.engines.memory.device_memory import (
     DeviceArea,
@@ -279,7 +280,7 @@ class _Staging:
 def area_of(tensor: torch.Tensor) -> DeviceArea:
     """Returns where a tensor is, and makes its device current, with its context, in the calling thread."""
     torch.cuda.set_device(tensor.device)
-    torch.cuda.synchronize(tensor.device)
+    synchronize(tensor.device)
     return DeviceArea(tensor.data_ptr(), tensor.numel() * tensor.itemsize, tensor.device.index or 0)
 
 

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from services.engines.memory.cuda_driver import synchronize
 from services.engines.memory.device_memory import DeviceExport, DeviceUnavailable
 from services.engines.pytorch.kv_cache.cuda_ipc import export_pool, map_export, unmap
 from services.engines.pytorch.parallel.ranks import ExchangeShape
@@ -83,7 +84,7 @@ def open_peer_memory(
     Raises RuntimeError if another rank does not come within the store's timeout.
     """
     region = torch.zeros(lay_out(shape, shard.size, chunks)[0], dtype=torch.uint8, device=device)
-    torch.cuda.synchronize(device)
+    synchronize(device)
     offsets, mapped = [0] * shard.size, []
     try:
         own = export_pool(region)

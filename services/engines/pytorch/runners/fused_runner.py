@@ -309,8 +309,8 @@ class FusedRunner:
                 compute()
         torch.cuda.current_stream(self._device).wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
-        # Capture only the operations of this thread: other threads may use the GPU meanwhile. A capture begins with a wait
-        # for the whole GPU, and engines of one process may begin at the same time.
+        # Capture only the operations of this thread. Others may use the GPU meanwhile, but not wait for all of it, with
+        # which a capture begins, too.
         with CAPTURING, torch.cuda.graph(graph, pool=self._pool, stream=stream, capture_error_mode="thread_local"):
             results = compute()
         return results, graph.replay
