@@ -82,4 +82,9 @@ class Steps:
     def _at_node(self, step: str, call_id: str) -> None:
         node = NODE.get()
         if node is not None:
-            self.tell(step, node.name, self._requests.get(call_id, ""))
+            self.tell(step, node.name, self._requests.get(router_call(call_id), ""))
+
+
+def router_call(call_id: str) -> str:
+    """The id of a router's call, of which a call at a worker may have an id of this execution alone."""
+    return call_id.partition("/")[0]

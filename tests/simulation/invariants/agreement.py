@@ -11,7 +11,7 @@ from engine_protocol.multiplex import channel, service
 from engine_protocol.multiplex.call import ServedCall
 from rpc.metadata import REQUEST_KEY
 from simulation.entropy import Time
-from simulation.invariants.base import Invariant, calls_of
+from simulation.invariants.base import Invariant, running_at
 from simulation.plan import CLIENTS, HTTP_APIS
 
 # So many looks of invariants are left out.
@@ -158,7 +158,7 @@ class CallsHaveCallers(Invariant):
         before, self._since = self._since, {}
         decodes: dict[str, list[str]] = {}
         for name, worker in self.workers():
-            for kind, call_id in calls_of(worker)._calls:
+            for kind, call_id in running_at(worker):
                 if kind == "decode":
                     decodes.setdefault(call_id, []).append(name)
                 self._look_at(name, kind, call_id, running, before)

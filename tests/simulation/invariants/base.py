@@ -3,6 +3,8 @@
 from collections.abc import Iterator
 from typing import Any
 
+from simulation.steps import router_call
+
 
 class Invariant:
     """One thing that must hold in `world`."""
@@ -74,3 +76,8 @@ def engine_of(worker: Any) -> Any:
 def calls_of(worker: Any) -> Any:
     """The table of a worker's running calls."""
     return worker.drainer._calls
+
+
+def running_at(worker: Any) -> "Iterator[tuple[str, str]]":
+    """The kind of each call that runs at a worker, and the call of a router that it is for; encoding is for several."""
+    return ((kind, call_id if kind == "encode" else router_call(call_id)) for kind, call_id in calls_of(worker)._calls)

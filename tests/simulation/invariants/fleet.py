@@ -8,7 +8,7 @@ from typing import Any
 from discovery.record import WorkerRecord
 from router.workers.members import Members
 from simulation.entropy import Time
-from simulation.invariants.base import Invariant, calls_of, engine_of
+from simulation.invariants.base import Invariant, engine_of, running_at
 from simulation.plan import TENANTS
 
 _PROBE_SECONDS = 3.0
@@ -163,8 +163,7 @@ class LimitsHold(Invariant):
             engine = engine_of(worker)
             if engine is not None:
                 running["decode"] += sum(
-                    kind == "decode" and call_id not in self.world.steps.kept
-                    for kind, call_id in calls_of(worker)._calls
+                    kind == "decode" and call_id not in self.world.steps.kept for kind, call_id in running_at(worker)
                 )
         limit = fleet.max_running * (fleet.decode + fleet.mixed)
         if running["decode"] > limit + fleet.routers:
