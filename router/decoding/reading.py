@@ -131,7 +131,7 @@ class DecodeReading:
         self._check_count(end.num_tokens)
         record, ids = decode.worker.record, state.completion.token_ids
         # Of a kept decode another router may have asked.
-        if state.yielded is not None and decode.target is None and decode.calls.reader <= 1:
+        if state.yielded is not None and decode.target is None and decode.calls.reader.attachment <= 1:
             raise InvalidReply("the decode yields again without a token, and was not asked to")
         if end.HasField("handoff"):
             if not ids:

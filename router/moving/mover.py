@@ -74,7 +74,8 @@ class Move:
         decode = self._decode
         request = decode_pb2.LendBlocksRequest(
             request_id=decode.ctx.call_id,
-            attachment=decode.calls.reader,
+            attachment=decode.calls.reader.attachment,
+            execution=decode.calls.reader.execution,
             readers=self._readers,
             num_tokens=decode.num_tokens,
         )
@@ -100,7 +101,10 @@ class Move:
     async def _yield(self) -> bool:
         decode = self._decode
         request = decode_pb2.YieldRequest(
-            request_id=decode.ctx.call_id, attachment=decode.calls.reader, readers=self._readers
+            request_id=decode.ctx.call_id,
+            attachment=decode.calls.reader.attachment,
+            execution=decode.calls.reader.execution,
+            readers=self._readers,
         )
         answer = await unary(decode.worker.decode.Yield(request, timeout=_ANSWER_SECONDS))
         return answer.is_running

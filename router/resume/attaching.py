@@ -27,6 +27,8 @@ log = structlog.get_logger(__name__)
 
 # A worker that has an answer, and does not tell of it in this time, is not waited for.
 _ATTACH_SECONDS = 5.0
+# So often an answer that is cancelled is looked for.
+_MOST_LOOKS = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,13 +191,46 @@ class Attacher:
             attached.push_async_callback(call.aclose)
             return self._adopted(worker, asked, await first_of(call), None)
 
-    async def forget(self, answer: int, found: AdoptedDecode, request: ResumeRequest) -> None:
-        """Ends an answer, and has its worker forget it."""
-        call_id = answer_call_id(request.handle.call_id, answer)
-        settled = decode_pb2.SettleRequest(request_id=call_id, attachment=found.attachment, forget=True)
+    async def cancel_all(self, request: ResumeRequest) -> None:
+        """Ends all answers, wherever they are, and whichever router reads them. Raises StreamLost if there is none."""
+        first = await self._cancel(0, request)
+        # Of an answer that is lost, the others may go on.
+        others = range(1, first.answers if first else self._max_answers)
+        found = await gather_or_cancel(self._cancel(answer, request) for answer in others)
+        if first is None and not any(found):
+            raise StreamLost("nothing is left of this answer")
+
+    async def _cancel(self, answer: int, request: ResumeRequest) -> resume_pb2.ResumeRecord | None:
+        """Ends one answer. Returns its record; None if it is lost.
+
+        If it has gone to another worker in between, it is looked for again; so it is after a worker of an earlier
+        version, which does nothing if another router has attached to it in between.
+        """
+        record = None
+        for _ in range(_MOST_LOOKS):
+            try:
+                found = await self.peek(answer, request)
+            except StreamLost:
+                break
+            record = found.record
+            if await self._settle(answer, found.decode, request):
+                break
+        return record
+
+    async def _settle(self, answer: int, found: AdoptedDecode, request: ResumeRequest) -> bool:
+        settled = decode_pb2.SettleRequest(
+            request_id=answer_call_id(request.handle.call_id, answer),
+            attachment=found.reader.attachment,
+            execution=found.reader.execution,
+            forget=True,
+            secret=request.handle.secret,
+            owner_sha256=request.owner,
+        )
         worker = found.worker
         with suppress(Unavailable), worker.keep_open():
-            await best_effort(lambda seconds: worker.decode.Settle(settled, timeout=seconds), healthy=True)
+            answered = await best_effort(lambda seconds: worker.decode.Settle(settled, timeout=seconds), healthy=True)
+            return answered is not None and answered.is_settled
+        return False
 
 
 def _keep_open(worker: WorkerHandle, attached: AsyncExitStack) -> None:

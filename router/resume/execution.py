@@ -37,7 +37,7 @@ class ResumedExecution(RequestExecution):
         self._replay = completion
         self._taken = adopted
         self._adopted = adopted.decode if adopted else None
-        self._resumptions = adopted.decode.attachment - 1 if adopted else 1
+        self._resumptions = adopted.decode.reader.attachment - 1 if adopted else 1
 
     async def run(self) -> None:
         """Sends what the client lacks, then decodes to the end. The tenant has paid for what a client or router has."""

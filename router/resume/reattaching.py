@@ -117,7 +117,8 @@ async def _attach(state: ExecutionState, worker: WorkerHandle, emitted: int) -> 
         secret=keep.handle.secret,
         owner_sha256=owner_of(state.ctx),
         from_tokens=emitted,
-        attachment=state.calls.reader,
+        attachment=state.calls.reader.attachment,
+        execution=state.calls.reader.execution,
         epoch=worker.record.epoch,
     )
     with worker.keep_open():

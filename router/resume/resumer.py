@@ -119,11 +119,7 @@ class Resumer:
     async def cancel(self, handle: Handle, qos: RequestQos) -> None:
         """Ends a kept answer, wherever it is. Raises StreamLost."""
         request = ResumeRequest(generate_pb2.ResumeGenerationRequest(), handle, qos, None)
-        first = await self._attacher.peek(0, request)
-        await self._attacher.forget(0, first.decode, request)
-        for answer in range(1, first.record.answers):
-            with suppress(StreamLost):
-                await self._attacher.forget(answer, (await self._attacher.peek(answer, request)).decode, request)
+        await self._attacher.cancel_all(request)
 
     def _read(self, message: generate_pb2.ResumeGenerationRequest, call: Any) -> ResumeRequest:
         handle = Handle.parse(message.handle)

@@ -36,10 +36,13 @@ from router.workers.spans import prefill_attributes, worker_attributes
 from router.workers.watching.waiting_calls import Waiting
 from rpc.channels import best_effort
 from rpc.tracing.span import NO_SPAN, Span, optional_attempt, stage_span
+from runtime.entropy import token_bytes
 
 # Another worker may succeed. Errors about the request itself are never among these.
 RETRYABLE = (Unavailable, Overloaded, EngineFailed)
 Answer = TypeVar("Answer")
+
+_EXECUTION_BYTES = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +51,17 @@ class DecodeCall:
 
     responses: StreamingCall[decode_pb2.DecodeResponse]
     timing: CallTiming
+
+
+@dataclass(frozen=True, slots=True)
+class KeptReader:
+    """Which reader of which kept decode a router is: its worker obeys the last one. The first has attachment 1."""
+
+    attachment: int
+    execution: int  # see StreamKeep
+
+
+NO_READER = KeptReader(0, 0)  # of a decode that is not kept
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,9 +78,9 @@ class AdoptedDecode:
         return self.attached.hop
 
     @property
-    def attachment(self) -> int:
+    def reader(self) -> KeptReader:
         """Which reader of it this is."""
-        return self.attached.attachment
+        return KeptReader(self.attached.attachment, self.attached.execution)
 
 
 class WorkerCalls:
@@ -86,8 +100,7 @@ class WorkerCalls:
         self._sampling = sampling
         self._prefills = self._decodes = 0
         self._keep: decode_pb2.StreamKeep | None = None  # of the next decode
-        self._attachment = 1
-        self.reader = 0  # of a decode that is kept, which of its readers this is
+        self.reader = NO_READER
         self._computed_by: SpanContext | None = None  # the span of the last call, whose KV the next one may take over
 
     async def allocate(
@@ -223,11 +236,11 @@ class WorkerCalls:
                 request.handoff.CopyFrom(handoff)
                 calling.span.link(self._computed_by, "prefill" if self._decodes == 0 else "decode")
             self._decodes += 1
-            self.reader = 0
+            self.reader = NO_READER
             if self._keep is not None:
                 request.keep.CopyFrom(self._keep)
-                request.keep.hop, self._attachment = self._decodes, 1
-                self.reader = 1
+                self.reader = KeptReader(1, int.from_bytes(token_bytes(_EXECUTION_BYTES), "little"))
+                request.keep.hop, request.keep.execution = self._decodes, self.reader.execution
             seconds, metadata = self._ctx.deadline.remaining_seconds, self._ctx.worker_metadata(self._decodes)
             asked = self._with_prompt(request, prompt)
             call: Any = worker.decode.Decode(asked, timeout=seconds, metadata=metadata)
@@ -253,8 +266,7 @@ class WorkerCalls:
         self, adopted: "AdoptedDecode", read: Callable[[DecodeCall], Awaitable[None]], waiting: Waiting
     ) -> None:
         """Reads a decode that runs already, for another router until now."""
-        self._decodes, self._attachment = adopted.hop, adopted.attachment
-        self.reader = adopted.attachment
+        self._decodes, self.reader = adopted.hop, adopted.reader
         worker = adopted.worker
         with (
             _Calling(self._ctx, timing_pb2.STAGE_DECODE, "attach", worker, 0) as calling,
@@ -268,14 +280,16 @@ class WorkerCalls:
 
     async def settle(self, worker: WorkerHandle) -> None:
         """Ends the generation of a kept answer that has ended here. If that fails it ends with its grace."""
-        await self._settle(worker, self._attachment)
+        await self._settle(worker, self.reader)
 
     async def forget(self, adopted: AdoptedDecode) -> None:
         """Ends a kept answer that cannot go on, and has its worker forget it. If that fails it ends with its grace."""
-        await self._settle(adopted.worker, adopted.attachment, forget=True)
+        await self._settle(adopted.worker, adopted.reader, forget=True)
 
-    async def _settle(self, worker: WorkerHandle, attachment: int, *, forget: bool = False) -> None:
-        request = decode_pb2.SettleRequest(request_id=self._ctx.call_id, attachment=attachment, forget=forget)
+    async def _settle(self, worker: WorkerHandle, reader: KeptReader, *, forget: bool = False) -> None:
+        request = decode_pb2.SettleRequest(
+            request_id=self._ctx.call_id, attachment=reader.attachment, execution=reader.execution, forget=forget
+        )
         await best_effort(lambda seconds: worker.decode.Settle(request, timeout=seconds), healthy=not worker.problem)
 
     async def release_destination(self, destination: Destination) -> None:

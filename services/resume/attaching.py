@@ -10,6 +10,10 @@ from services.resume.stream import KeptStream
 # As many as AttachRequest, and the journal, can count: after them only those come that count none.
 _MOST_ATTEMPTS = 2**32 - 1
 
+NamesReader = (
+    decode_pb2.AttachRequest | decode_pb2.SettleRequest | decode_pb2.YieldRequest | decode_pb2.LendBlocksRequest
+)
+
 
 def attached(stream: KeptStream, request: decode_pb2.AttachRequest) -> decode_pb2.DecodeResponse:
     """The state of a stream, for a router that may attach to it: nothing of it has changed.
@@ -24,6 +28,7 @@ def attached(stream: KeptStream, request: decode_pb2.AttachRequest) -> decode_pb
     message = decode_pb2.DecodeAttached(
         record=asked.keep.record,
         attachment=stream.attachment,
+        execution=asked.keep.execution,
         hop=asked.keep.hop,
         token_ids=stream.ids.tolist(),
         read_tokens=stream.read_tokens,
@@ -46,16 +51,23 @@ def require_later(stream: KeptStream, request: decode_pb2.AttachRequest) -> None
     last one.
     """
     if request.attachment:
-        require_last(stream, request.attachment)
+        require_last(stream, request)
         return
     if request.attempt and request.attempt <= stream.attempt:
         raise StaleAttempt(f"attempt {request.attempt} comes after attempt {stream.attempt}")
     stream.attempt = request.attempt or min(stream.attempt + 1, _MOST_ATTEMPTS)
 
 
-def require_last(stream: KeptStream, attachment: int) -> None:
-    """Raises StreamAdopted unless this attachment is the last one."""
-    if stream.attachment != attachment:
+def is_last(stream: KeptStream, caller: NamesReader) -> bool:
+    """True if the caller is the last reader of this very decode: one of the same request counts its own from 1."""
+    if caller.attachment != stream.attachment:
+        return False
+    return caller.execution in (0, stream.kept.read().keep.execution)
+
+
+def require_last(stream: KeptStream, caller: NamesReader) -> None:
+    """Raises StreamAdopted unless the caller is the last reader."""
+    if not is_last(stream, caller):
         raise StreamAdopted("another router has taken the answer over")
 
 

@@ -12,13 +12,13 @@ from typing import Any
 from typing_extensions import Self
 
 from baton.engine.v1 import decode_pb2
-from baton.errors import BatonError, DeadlineExceeded, StreamLost
+from baton.errors import BatonError, Cancelled, DeadlineExceeded, StreamLost
 from runtime.aio import wait_until_done
 from services.config import KeepConfig
 from services.engines.base import EngineLoad
 from services.engines.journal.journal import Journal
 from services.engines.journal.slots import Slot
-from services.resume.attaching import require_last
+from services.resume.attaching import is_last, require_last
 from services.resume.graces import Graces
 from services.resume.reader import StreamReader
 from services.resume.stream import KeptRequest, KeptStream
@@ -180,13 +180,16 @@ class KeptStreams:
 
     def authorized(self, request: decode_pb2.AttachRequest) -> KeptStream:
         """The stream that a router asks for. Raises StreamLost, also if the secret or the owner is another."""
+        return self._authorized(request).stream
+
+    def _authorized(self, request: decode_pb2.AttachRequest | decode_pb2.SettleRequest) -> _Entry:
         entry = self._entries.get(request.request_id)
         keep = entry.stream.kept.read().keep if entry else None
         knows = hmac.compare_digest(sha256(request.secret).digest(), keep.secret_sha256 if keep else _NO_DIGEST)
         owns = hmac.compare_digest(request.owner_sha256, keep.owner_sha256 if keep else _NO_DIGEST)
         if entry is None or not (knows and owns):
             raise StreamLost("no such answer is kept here")
-        return entry.stream
+        return entry
 
     @contextmanager
     def reading(self, stream: KeptStream, at: int) -> Iterator[StreamReader]:
@@ -204,22 +207,34 @@ class KeptStreams:
             if stream.leave(reader) and entry is not None:
                 self._park(entry)
 
-    def require_reader(self, request_id: str, attachment: int) -> None:
+    def require_reader(self, request: decode_pb2.YieldRequest | decode_pb2.LendBlocksRequest) -> None:
         """Raises StreamAdopted unless the stream, if it is kept, has this reader."""
-        entry = self._entries.get(request_id)
-        if entry is not None:
-            require_last(entry.stream, attachment)
-
-    def settle(self, request: decode_pb2.SettleRequest) -> None:
-        """Ends the generation of a stream, or forgets all of it."""
         entry = self._entries.get(request.request_id)
-        if entry is None or entry.stream.attachment != request.attachment:
-            return
+        if entry is not None:
+            require_last(entry.stream, request)
+
+    def settle(self, request: decode_pb2.SettleRequest) -> bool:
+        """Ends the generation of a stream, or forgets all of it. False if the caller is not its last reader.
+
+        A client that cancels needs not be. Raises StreamLost if its secret is wrong, or it is not the owner.
+        """
+        if request.secret:
+            self._cancel(self._authorized(request))
+            return True
+        entry = self._entries.get(request.request_id)
+        if entry is None or not is_last(entry.stream, request):
+            return False
         entry.stop()
         # Its router has ended: no worker goes on with it elsewhere, whether it has read of that or not.
         _free_yielded(entry.stream)
         if request.forget:
             self._drop(entry)
+        return True
+
+    def _cancel(self, entry: _Entry) -> None:
+        entry.stop(Cancelled("the answer was cancelled by its handle"))
+        _free_yielded(entry.stream)
+        self._drop(entry)
 
     def find(self, request_ids: Any) -> Iterator[decode_pb2.FoundStream]:
         """Those of these ids that are here."""

@@ -149,19 +149,18 @@ class DecodeServicer(decode_pb2_grpc.DecodeServiceServicer):
             await reader.write_to(reply)
 
     async def Settle(self, request: decode_pb2.SettleRequest, context: Any) -> decode_pb2.SettleResponse:
-        self._kept.settle(request)
-        return decode_pb2.SettleResponse()
+        return decode_pb2.SettleResponse(is_settled=self._kept.settle(request))
 
     async def FindStreams(self, request: decode_pb2.FindStreamsRequest, context: Any) -> decode_pb2.FindStreamsResponse:
         return decode_pb2.FindStreamsResponse(found=self._kept.find(request.request_ids))
 
     async def Yield(self, request: decode_pb2.YieldRequest, context: Any) -> decode_pb2.YieldResponse:
-        self._kept.require_reader(request.request_id, request.attachment)
+        self._kept.require_reader(request)
         running = await self._decodes.yield_next(request.request_id, self._readers(request))
         return decode_pb2.YieldResponse(is_running=running)
 
     async def LendBlocks(self, request: decode_pb2.LendBlocksRequest, context: Any) -> decode_pb2.LendBlocksResponse:
-        self._kept.require_reader(request.request_id, request.attachment)
+        self._kept.require_reader(request)
         readers = self._readers(request)
         handoff = await self._decodes.lend(request.request_id, request.num_tokens, readers)
         if handoff is not None:

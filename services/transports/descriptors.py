@@ -17,10 +17,13 @@ from services.transports.base import TransportUnavailable
 
 _SECRET_BYTES = 32
 # For a reader to send its secret, and for an owner to answer.
-_SENT_SECONDS, _ANSWER_SECONDS = 1.0, 2.0
+_SENT_SECONDS, _ANSWER_SECONDS = 1.0, 2
 # After an accept that failed, for lack of descriptors.
 _PAUSE_SECONDS = 0.1
+# Readers that wait at once: a flood of any user's connections takes room that the others then wait for.
+_BACKLOG = 4096
 _CREDENTIALS = struct.Struct("3i")  # process, user and group
+_TIMEVAL = struct.Struct("ll")
 
 
 class DescriptorOffer:
@@ -36,7 +39,7 @@ class DescriptorOffer:
         self._socket = _new_socket()
         self._socket.setblocking(False)
         self._socket.bind(_address(self.name))
-        self._socket.listen()
+        self._socket.listen(_BACKLOG)
         self._task = asyncio.create_task(self._serve())
 
     async def close(self) -> None:
@@ -48,6 +51,8 @@ class DescriptorOffer:
 
     async def _serve(self) -> None:
         while True:
+            # A connection that waits already is accepted at once: many of them would hold the event loop up.
+            await asyncio.sleep(0)
             try:
                 reader, _ = await asyncio.get_running_loop().sock_accept(self._socket)
             except OSError:
@@ -71,13 +76,17 @@ def fetch_descriptor(name: str, secret: bytes) -> int:
     Raises TransportUnavailable if the owner has ended, hangs, is of another user or has no such offer.
     """
     with _new_socket() as owner:
-        owner.settimeout(_ANSWER_SECONDS)
+        # Not `settimeout`: such a socket does not wait for room in the owner's queue.
+        for limit in (socket.SO_SNDTIMEO, socket.SO_RCVTIMEO):
+            owner.setsockopt(socket.SOL_SOCKET, limit, _TIMEVAL.pack(_ANSWER_SECONDS, 0))
         try:
             owner.connect(_address(name))
             if _user_of(owner) != os.getuid():
                 raise TransportUnavailable("the memory's descriptor is offered by another user")
             owner.sendall(secret)
             _, descriptors, _, _ = socket.recv_fds(owner, 1, 1)
+        except BlockingIOError:
+            raise TransportUnavailable("the owner does not hand over its memory's descriptor: timed out") from None
         except OSError as error:
             raise TransportUnavailable(f"the owner does not hand over its memory's descriptor: {error}") from error
     if not descriptors:

@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import select
 import socket
 import subprocess
 import sys
@@ -15,6 +16,7 @@ from services.transports.base import TransportUnavailable
 from services.transports.descriptors import DescriptorOffer, fetch_descriptor
 
 _NOBODY = 65534
+_MANY = 400
 
 needs_root = pytest.mark.skipif(os.getuid() != 0, reason="needs to become another user")
 
@@ -152,3 +154,53 @@ async def test_an_answer_with_more_descriptors_leaves_none_of_them_open(memory: 
             socket.send_fds(owner, [b"x"], [memory] * 5)
             os.close(await fetching)
     assert len(os.listdir("/proc/self/fd")) <= before
+
+
+_FLOOD = """
+import socket, sys, time
+address, end = "\\0" + sys.argv[1], time.monotonic() + float(sys.argv[2])
+while time.monotonic() < end:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as s:
+        s.setblocking(False)
+        try:
+            s.connect(address)
+        except OSError:
+            pass
+"""
+
+
+@needs_root
+async def test_a_flood_of_another_users_connections_refuses_no_reader(memory: int) -> None:
+    async with offering(memory) as offer:
+        floods = [as_nobody(_FLOOD, offer.name, "3") for _ in range(2)]
+        await asyncio.sleep(0.5)
+        for _ in range(10):
+            os.close(await fetch(offer.name, offer.secret))
+        assert [flood.wait(20) for flood in floods] == [0, 0]
+        for flood in floods:
+            flood.communicate()
+
+
+def connected(name: str, secret: bytes) -> socket.socket:
+    reader = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    reader.setblocking(False)
+    reader.connect(b"\0" + name.encode())
+    reader.send(secret)
+    return reader
+
+
+async def test_many_readers_that_come_at_once_are_all_served_and_hold_the_event_loop_up_for_none(
+    memory: int,
+) -> None:
+    async with offering(memory) as offer:
+        # Before the owner has accepted one.
+        readers = [connected(offer.name, offer.secret) for _ in range(_MANY)]
+        turns = 0
+        for reader in readers:
+            while not select.select([reader], [], [], 0)[0]:
+                await asyncio.sleep(0)
+                turns += 1
+            with reader:
+                _, [found], _, _ = socket.recv_fds(reader, 1, 1)
+            os.close(found)
+        assert turns >= _MANY

@@ -1,9 +1,10 @@
 """Engines that die by SIGKILL amid journaled decodes; each goes on with the decodes that the one before has left.
 
 `python -m support.engines.dying_decodes FOLDER KILLS [--at-writes] [--broken] [--seed=N]` with a checkpoint's folder.
-An engine is killed after a random time on the processor; with `--at-writes` at the k-th write to the journal or of a
-seal after its start, for every k from N on: before it, within it, and after it. `--broken` plants an error: the blocks
-that are taken over have lost their KV. The last line of the output is JSON.
+An engine is killed after a random time on the processor, counted from its start or, every other one, from when it has
+taken over; with `--at-writes` at the k-th write to the journal or of a seal after its start, for every k from N on:
+before it, within it, and after it. `--broken` plants an error: the blocks that are taken over have lost their KV. The
+last line of the output is JSON.
 """
 
 import json
@@ -125,6 +126,8 @@ def _live(folder: str, client: KeeperClient, output: int, seed: int, death: Deat
         running, pool = _Running(core, tell), core.scheduler._pool
         assert core.journal is not None
         running.take_over()
+        if death.is_ready_first:
+            signal.setitimer(signal.ITIMER_PROF, death.seconds)
         for number in range(_ROUNDS):
             running.run(random.Random(seed + number).sample(range(len(prompts())), len(prompts())))
             tell(
@@ -181,7 +184,7 @@ def _run_one(folder: str, kept: KeptDescriptors, death: Death, seed: int) -> tup
     if not pid:
         own.close()
         os.close(read)
-        signal.setitimer(signal.ITIMER_PROF, death.seconds)
+        signal.setitimer(signal.ITIMER_PROF, 0.0 if death.is_ready_first else death.seconds)
         try:
             _live(folder, KeeperClient(end), write, seed, death)
         except BaseException as error:
@@ -214,7 +217,7 @@ def _judge(report: Report, lines: Sequence[str], expected: Sequence[Ids]) -> Non
 def _schedule(kills: int, seed: int, *, at_writes: bool) -> list[Death]:
     if not at_writes:
         chosen = random.Random(seed)
-        return [Death(seconds=chosen.uniform(0.05, 0.6)) for _ in range(kills)]
+        return [Death(chosen.uniform(0.05, 0.6), is_ready_first=bool(number % 2)) for number in range(kills)]
     cuts = [0.0, 0.13, 0.5, 1.0]
     return [Death(write=(seed + number // len(cuts), cuts[number % len(cuts)])) for number in range(kills)]
 

@@ -2,9 +2,9 @@
 
 `python -m support.engines.dying_engine FOLDER KILLS [--at-writes] [--broken] [--seed=N]` with a checkpoint's folder. It
 forks an engine for each kill, from a process without threads. Without `--at-writes` it is killed after a random time on
-the processor; with it, at the k-th write of a seal after its start, for every k from N on: before it, within it, and
-after it, and another engine then generates everything. `--broken` plants an error: seals are neither erased nor
-checked. The last line of the output is JSON.
+the processor, counted from its start or, every other one, from when it is ready; with it, at the k-th write of a seal
+after its start, for every k from N on: before it, within it, and after it, and another engine then generates
+everything. `--broken` plants an error: seals are neither erased nor checked. The last line of the output is JSON.
 """
 
 import json
@@ -117,6 +117,8 @@ def _live(
         tell(recovered=len(core.recovered))
         if death.write is not None:
             _die_at(*death.write)
+        if death.is_ready_first:
+            signal.setitimer(signal.ITIMER_PROF, death.seconds)
         for number in range(1000 if death.seconds else 1):
             chosen = random.Random(seed + number)
             order = chosen.sample(range(len(expected)), len(expected))
@@ -160,6 +162,7 @@ class Death:
     """The time of an engine's death: after some seconds on the processor, or at a write."""
 
     seconds: float = 0.0
+    is_ready_first: bool = False  # the seconds are counted from then on: a slow start may take all of them
     write: tuple[int, float] | None = None
 
 
@@ -176,7 +179,7 @@ def _run_one(
         if broken:
             _break()
         # Its default is to end the process at once, as SIGKILL does.
-        signal.setitimer(signal.ITIMER_PROF, death.seconds)
+        signal.setitimer(signal.ITIMER_PROF, 0.0 if death.is_ready_first else death.seconds)
         try:
             _live(folder, KeeperClient(end), write, seed, death, expected)
         except BaseException as error:
@@ -227,7 +230,7 @@ def _judge(report: Report, lines: Sequence[str], expected: Sequence[Answered]) -
 def _schedule(kills: int, seed: int, *, at_writes: bool) -> list[Death]:
     if not at_writes:
         chosen = random.Random(seed)
-        return [Death(seconds=chosen.uniform(0.01, 0.5)) for _ in range(kills)]
+        return [Death(chosen.uniform(0.01, 0.5), is_ready_first=bool(number % 2)) for number in range(kills)]
     cuts = [0.0, 0.13, 0.5, 1.0]
     at = [Death(write=(seed + number // len(cuts), cuts[number % len(cuts)])) for number in range(kills)]
     return [each for death in at for each in (death, Death())]

@@ -8,11 +8,14 @@ and would not be believed, because the seals name the process.
 import fcntl
 import mmap
 import os
+import stat
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 
 from baton.errors import ConfigError
+from runtime.entropy import token_hex
 from services.engines.pytorch.kv_cache.tiers.host import pin, unpin
 from services.engines.pytorch.kv_cache.tiers.options import DiskOptions
 from services.engines.seals import SEAL_BYTES
@@ -94,28 +97,40 @@ class DiskFile:
 
 
 def _open(options: DiskOptions) -> int:
-    """Opens the file past the page cache where the file system can, locks, empties and removes it. Raises ConfigError.
+    """Opens a file past the page cache where the file system can, and locks and removes what is at its path.
 
-    A path that is no regular file, such as a block device, stays.
+    A new file is used, which no other user can have opened, or linked to another one. A path that is no regular file,
+    such as a block device, is used itself, and stays. Raises ConfigError.
     """
     key = "engine.tiers.disk.path"
     try:
-        try:
-            file = os.open(options.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_DIRECT, 0o600)
-        except OSError:
-            file = os.open(options.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        file = _open_uncached(options.path)
     except OSError as error:
         raise ConfigError(f"{key}: {options.path}: {error.strerror}") from error
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        if options.path.is_file():
-            os.ftruncate(file, 0)
-            options.path.unlink()
+        if not stat.S_ISREG(os.fstat(file).st_mode):
+            return file
+        new = options.path.with_name(f"{options.path.name}.{token_hex(16)}")
+        used = _open_uncached(new, os.O_EXCL)
+        new.unlink()
+        options.path.unlink()
     except OSError as error:
         os.close(file)
         reason = "another worker uses it" if isinstance(error, BlockingIOError) else error.strerror
         raise ConfigError(f"{key}: {options.path}: {reason}") from error
-    return file
+    os.close(file)
+    return used
+
+
+def _open_uncached(path: Path, flags: int = 0) -> int:
+    flags |= os.O_RDWR | os.O_CREAT | os.O_CLOEXEC
+    try:
+        return os.open(path, flags | os.O_DIRECT, 0o600)
+    except OSError:
+        if flags & os.O_EXCL:
+            path.unlink(missing_ok=True)  # made by the first attempt, on some file systems
+        return os.open(path, flags, 0o600)
 
 
 def _write(file: int, data: memoryview, start: int) -> None:

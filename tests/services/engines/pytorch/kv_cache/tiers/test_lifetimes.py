@@ -9,6 +9,7 @@ import threading
 from pathlib import Path
 
 import pytest
+import torch
 from support.engines.embedded import Checkpoint
 from support.engines.engine_calls import collect, greedy
 from support.engines.tier_damage import BLOCK_BYTES, SLOT_BYTES
@@ -17,6 +18,8 @@ from baton.errors import ConfigError
 from services.engines.prompt import Prompt
 from services.engines.pytorch import core
 from services.engines.pytorch.config import PyTorchConfig
+from services.engines.pytorch.kv_cache.tiers.disk import Buffers, DiskFile
+from services.engines.pytorch.kv_cache.tiers.options import DiskOptions
 
 REPOSITORY = Path(__file__).resolve().parents[6]
 
@@ -27,9 +30,9 @@ def on_disk(path: Path, **more: object) -> dict[str, object]:
 
 
 def open_files(path: Path) -> list[str]:
-    """The descriptors of this process for files of this path, with a name or without."""
+    """The descriptors of this process for files that were made for this path, and have no name."""
     links = [os.path.realpath(f"/proc/self/fd/{each}") for each in os.listdir("/proc/self/fd")]
-    return [each for each in links if each.removesuffix(" (deleted)") == str(path)]
+    return [each for each in links if each.startswith(f"{path}.") and each.endswith(" (deleted)")]
 
 
 def tier_threads() -> list[str]:
@@ -61,6 +64,23 @@ async def test_a_file_that_another_process_has_locked_is_refused(llama: Checkpoi
             async with llama.engine(**on_disk(path)):
                 pass
     assert path.exists()
+
+
+async def test_what_another_user_has_left_at_the_path_gets_nothing_and_empties_no_other_file(tmp_path: Path) -> None:
+    others, precious = tmp_path / "others", tmp_path / "precious"
+    others.touch(0o666)
+    precious.write_bytes(b"precious")
+    (tmp_path / "linked").symlink_to(precious)
+    os.link(precious, tmp_path / "hard")
+    with others.open("rb") as reader:
+        for name in ("others", "linked", "hard"):
+            disk = DiskFile(DiskOptions.model_validate({"path": tmp_path / name, "bytes": 1 << 20}), 4096)
+            [buffer] = Buffers(4096, 1, torch.device("cpu")).buffers
+            disk.write(0, buffer)
+            disk.close()
+        assert reader.read() == b""
+    assert os.listdir(tmp_path) == ["precious"]
+    assert precious.read_bytes() == b"precious"
 
 
 async def test_a_write_queue_of_many_small_blocks_is_one_mapping(llama: Checkpoint, tmp_path: Path) -> None:

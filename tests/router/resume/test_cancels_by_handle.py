@@ -1,0 +1,105 @@
+"""A cancel by an answer's handle ends it, whichever router reads it, now or in between."""
+
+import asyncio
+from typing import Any
+
+import pytest
+from support.clients.resuming import Received
+from support.cluster.router_pair import Pair, kept_request, read, router_pair
+from support.eventually import eventually
+
+from baton.calls import unary
+from baton.engine.v1 import decode_pb2
+from baton.errors import Cancelled, StreamLost
+from baton.inference.v1 import generate_pb2
+from router.resume.attaching import Adopted, Attacher, ResumeRequest
+from router.resume.handle import Handle
+from services.resume.streams import KeptStreams
+
+_ROLES = ("prefill+decode", "prefill+decode")
+_LONG = {"max_tokens": 900}
+
+
+async def _cancel(stub: Any, received: Received) -> None:
+    await unary(stub.CancelGeneration(generate_pb2.CancelGenerationRequest(handle=received.handle)))
+
+
+class _Interrupted:
+    """Holds a cancel back between its look at an answer and what follows."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.has_looked, self.may_go_on = asyncio.Event(), asyncio.Event()
+        peek = Attacher.peek
+
+        async def interrupted(attacher: Attacher, answer: int, request: ResumeRequest) -> Adopted:
+            found = await peek(attacher, answer, request)
+            self.has_looked.set()
+            await self.may_go_on.wait()
+            return found
+
+        monkeypatch.setattr(Attacher, "peek", interrupted)
+
+
+async def _all_ends(pair: Pair) -> None:
+    """Long before the grace does."""
+    await eventually(lambda: pair.running.used_blocks() == 0, 1.5)
+    assert not any(len(worker.kept) for worker in pair.running.workers.values())
+
+
+@pytest.mark.parametrize("answers", [1, 3])
+async def test_it_ends_an_answer_that_another_router_reads(answers: int) -> None:
+    request = kept_request(stopping=_LONG, sampling={"n": answers, "seed": 1})
+    async with router_pair(*_ROLES, decode_step_seconds=0.01) as pair:
+        received = Received(request)
+        reading = asyncio.create_task(read(pair.first.Generate(request), received))
+        await eventually(lambda: received.tokens > 10)
+        await _cancel(pair.second, received)
+        with pytest.raises(Cancelled):
+            await reading
+        await _all_ends(pair)
+
+
+def _of_an_earlier_version(monkeypatch: pytest.MonkeyPatch) -> None:
+    settle = KeptStreams.settle
+
+    def by_attachment(kept: KeptStreams, request: decode_pb2.SettleRequest) -> bool:
+        asked = decode_pb2.SettleRequest(
+            request_id=request.request_id, attachment=request.attachment, forget=request.forget
+        )
+        settle(kept, asked)
+        return False
+
+    monkeypatch.setattr(KeptStreams, "settle", by_attachment)
+
+
+@pytest.mark.parametrize("is_earlier", [False, True])
+async def test_it_ends_an_answer_that_another_router_attaches_to_after_the_look(
+    monkeypatch: pytest.MonkeyPatch, *, is_earlier: bool
+) -> None:
+    if is_earlier:
+        _of_an_earlier_version(monkeypatch)
+    request = kept_request(stopping=_LONG)
+    async with router_pair("prefill+decode", decode_step_seconds=0.01) as pair:
+        received = await read(pair.first.Generate(request), Received(request), until=10)
+        between = _Interrupted(monkeypatch)
+        cancelling = asyncio.create_task(_cancel(pair.second, received))
+        await between.has_looked.wait()
+        await read(pair.first.ResumeGeneration(received.resume()), received, until=30)
+        between.may_go_on.set()
+        await cancelling
+        await _all_ends(pair)
+
+
+async def test_it_ends_the_other_answers_of_a_request_whose_first_one_is_lost() -> None:
+    request = kept_request(stopping=_LONG, sampling={"n": 3, "seed": 1})
+    async with router_pair("prefill+decode", decode_step_seconds=0.01) as pair:
+        received = await read(pair.first.Generate(request), Received(request), until=10)
+        [worker] = pair.running.workers.values()
+        first = next(one for one in worker.kept.streams if one.kept.request_id == Handle.parse(received.handle).call_id)
+        lost = decode_pb2.SettleRequest(request_id=first.kept.request_id, attachment=first.attachment, forget=True)
+        worker.kept.settle(lost)
+        assert len(worker.kept) == 2
+        await _cancel(pair.second, received)
+        await _all_ends(pair)
+        with pytest.raises(StreamLost):
+            await _cancel(pair.first, received)
