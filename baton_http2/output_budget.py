@@ -8,8 +8,11 @@ import structlog
 
 log = structlog.get_logger(__name__)
 
-# How often unread answers are counted.
+# How often unread answers are counted; and how often while they are a small part of the budget, at times that other
+# timers of an idle process have too.
 _LOOK_SECONDS: Final = 0.1
+_SELDOM_SECONDS: Final = 0.5
+_SMALL: Final = 1 / 16
 # Of the budget, the part from where readers are measured, and to which it is relieved.
 _MEASURED: Final = 0.5
 _RELIEVED: Final = 0.75
@@ -46,7 +49,7 @@ class OutputBudget:
         """Counts what a new client does not read."""
         self._readers[reader] = None
         if self._timer is None:
-            self._look_later()
+            self._look_later(is_soon=True)
 
     def discard(self, reader: AnswerReader) -> None:
         """The client has gone."""
@@ -56,12 +59,14 @@ class OutputBudget:
             self._timer.cancel()
             self._timer = None
 
-    def _look_later(self) -> None:
-        self._timer = asyncio.get_running_loop().call_later(_LOOK_SECONDS, self._look)
+    def _look_later(self, *, is_soon: bool) -> None:
+        loop = asyncio.get_running_loop()
+        seldom = (loop.time() // _SELDOM_SECONDS + 1) * _SELDOM_SECONDS
+        self._timer = loop.call_at(loop.time() + _LOOK_SECONDS if is_soon else seldom, self._look)
 
     def _look(self) -> None:
-        self._look_later()
         unread = sum(each.unread_bytes for each in self._readers)
+        self._look_later(is_soon=unread > self._process_bytes * _SMALL)
         if unread <= self._process_bytes * _MEASURED:
             self._marks.clear()
             return

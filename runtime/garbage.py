@@ -15,6 +15,7 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import Final
 
+from runtime.aio import sleep_together
 from runtime.clock import monotonic, process_time
 
 # So many objects more than at the last collection begin one of the youngest; by default 700, which a few requests make.
@@ -82,7 +83,7 @@ async def collected_as_memory_grows() -> AsyncIterator[None]:
     async def collect() -> None:
         collections = FullCollections()
         while True:
-            await asyncio.sleep(_LOOK_SECONDS)
+            await sleep_together(_LOOK_SECONDS / 2, _LOOK_SECONDS)
             collections.look()
 
     task = asyncio.create_task(collect())

@@ -142,6 +142,7 @@ class EmbeddingCache:
     def __init__(self, config: EmbeddingsConfig) -> None:
         self._config = config
         self._entries: OrderedDict[EmbeddingKey, _Entry] = OrderedDict()
+        self._has_leased = asyncio.Event()  # or had when it was last swept
         self._num_bytes = 0
         self._inflight: dict[EmbeddingKey, InflightEncode] = {}
         self._tasks: dict[asyncio.Task[_Entry], None] = {}  # in their order, which is that of their ends
@@ -279,6 +280,8 @@ class EmbeddingCache:
             return
         entry.is_cached = True
         self._entries[key] = entry
+        if entry.lease is not None:
+            self._has_leased.set()
         self._count_bytes(entry.num_bytes)
         while self._num_bytes + len(self._entries) * ENTRY_BYTES > limit:
             self.evict(*next(iter(self._entries.items())), "full")
@@ -294,8 +297,11 @@ class EmbeddingCache:
     async def _sweep(self) -> None:
         """Evicts leased embeddings that are lost, idle, or on a draining worker, until cancelled."""
         while True:
+            await self._has_leased.wait()
             await asyncio.sleep(_SWEEP_SECONDS)
-            for key, entry in self._leased():
+            if not (leased := self._leased()):
+                self._has_leased.clear()
+            for key, entry in leased:
                 if reason := self._eviction_reason(entry):
                     self.evict(key, entry, reason)
 

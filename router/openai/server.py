@@ -4,9 +4,10 @@ import asyncio
 import re
 import select
 import socket
-from collections.abc import AsyncGenerator, Generator
+from collections.abc import AsyncGenerator, Callable, Generator
 from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass
+from email.utils import formatdate
 from functools import partial
 from typing import Any
 
@@ -22,6 +23,7 @@ from router.config import OpenAIConfig
 from router.openai.app import OpenAIApp
 from rpc.server import SharedLimits
 from rpc.timeouts import CLEANUP_SECONDS
+from runtime.clock import wall_time
 from runtime.network import split_address
 
 try:
@@ -90,6 +92,7 @@ class _BoundedHttp(HttpToolsProtocol):
     _timer: asyncio.TimerHandle | None = None
     shared: SharedLimits
     turns: CallTurns  # in which calls end whose clients have gone
+    date: Callable[[], None]  # renews the server's date
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         super().connection_made(transport)  # type: ignore[arg-type]
@@ -120,6 +123,7 @@ class _BoundedHttp(HttpToolsProtocol):
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
+        self.date()
         self._head_bytes += len(data)
         self._chunks = 0
         if self._receiving_since is None:
@@ -257,12 +261,27 @@ class _BoundedHttp(HttpToolsProtocol):
 
 
 class _Server(uvicorn.Server):
-    """uvicorn without its own handling of signals, which the process has, and without its accepting."""
+    """uvicorn without its own handling of signals, which the process has, and without its accepting and its timer.
+
+    Its timer looks ten times a second whether to exit, and renews the date of answers: an event and `date` do so here.
+    """
 
     def __init__(self, config: uvicorn.Config, shared: SharedLimits) -> None:
         super().__init__(config)
         self._shared = shared
         self._turns = CallTurns()
+        self._exiting = asyncio.Event()
+        self._dated_at = 0
+
+    async def main_loop(self) -> None:
+        await self._exiting.wait()
+
+    def date(self) -> None:
+        """Gives answers the date of now, to the second."""
+        now = int(wall_time())
+        if now != self._dated_at:
+            self._dated_at = now
+            self.server_state.default_headers = [(b"date", formatdate(now, usegmt=True).encode())]
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await self.lifespan.startup()
@@ -274,11 +293,12 @@ class _Server(uvicorn.Server):
 
     def _make_protocol(self) -> _BoundedHttp:
         protocol = _BoundedHttp(self.config, self.server_state, self.lifespan.state)
-        protocol.shared, protocol.turns = self._shared, self._turns
+        protocol.shared, protocol.turns, protocol.date = self._shared, self._turns, self.date
         return protocol
 
     def begin_exit(self) -> None:
         self.should_exit = True
+        self._exiting.set()
 
     @contextmanager
     def capture_signals(self) -> Generator[None, None, None]:

@@ -76,7 +76,7 @@ _PIECE = 1024
 # The most changes that wait for a slow reader. Beyond that it gets snapshots again.
 _MAX_WAITING = 65536
 # The longest silence, so that a reader notices when the last message was lost.
-HEARTBEAT_SECONDS = 2.0
+HEARTBEAT_SECONDS = 4.0
 
 
 def in_pieces(change: KvChange, most: int = _PIECE) -> Iterator[KvChange]:

@@ -2,6 +2,8 @@
 
 import asyncio
 import json
+import time
+from email.utils import parsedate_to_datetime
 
 import httpx2
 import pytest
@@ -46,6 +48,15 @@ async def test_head_is_get_without_its_body(served: Bench) -> None:
             whole, head = await http.get(f"{url_of(served)}{path}"), await http.head(f"{url_of(served)}{path}")
             assert (whole.status_code, head.status_code, head.content) == (status, status, b"")
             assert head.headers["content-length"] == str(len(whole.content))
+
+
+async def test_every_answer_has_the_date_at_which_it_was_made(served: Bench) -> None:
+    async with httpx2.AsyncClient(trust_env=False) as http:
+        for _ in range(2):
+            before = int(time.time())
+            answer = await http.get(f"{url_of(served)}/models")
+            assert before <= parsedate_to_datetime(answer.headers["date"]).timestamp() <= time.time()
+            await asyncio.sleep(1.1)
 
 
 BODIES = [
