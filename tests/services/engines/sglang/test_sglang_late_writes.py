@@ -14,7 +14,7 @@ import pytest
 from support.engines import sglang, slow_sends
 from support.engines.checkpoints import save_qwen3
 from support.engines.engine_calls import collect, greedy
-from support.eventually import PATIENCE_SECONDS, eventually
+from support.eventually import eventually
 
 from baton.errors import Overloaded
 from runtime.aio import timeout
@@ -34,6 +34,8 @@ MOST = 120
 LEFT = tuple((11 * index * index + 5 * index) % 300 + 10 for index in range(400))
 NEXT = tuple((7 * index * index + 3 * index) % 300 + 10 for index in range(400))
 LEAVES_AFTER_SECONDS = 0.3
+# In the first one Triton compiles.
+_ASK_SECONDS = 140.0
 Answer = list[tuple[int, float]]
 Ask = Callable[[], Awaitable[Answer]]
 
@@ -50,18 +52,18 @@ def _config(tmp_path: Path, port: int, role: str) -> SglangConfig:
     return SglangConfig.model_validate(made)
 
 
-def _told(name: str, right: Answer, found: Answer) -> int:
-    """Prints how an answer differs from the right one; returns at how many tokens it does."""
+def _told(name: str, right: Answer, found: Answer) -> float:
+    """Prints how an answer differs from the right one; returns by how much its log probabilities do at most."""
     ids = sum(one[0] != other[0] for one, other in zip(right, found, strict=True))
     numbers = [abs(one[1] - other[1]) for one, other in zip(right, found, strict=True)]
-    differing = sum(each > 1e-3 for each in numbers)
-    first = next((index for index, each in enumerate(numbers) if each > 1e-3), None)
+    differing = sum(each > 0 for each in numbers)
+    first = next((index for index, each in enumerate(numbers) if each > 0), None)
     print(
         f"{name}: {ids} of {len(right)} tokens and {differing} log probabilities differ, "
         f"by up to {max(numbers):.4f}, from token {first} on",
         flush=True,
     )
-    return max(ids, differing)
+    return max(numbers)
 
 
 @contextmanager
@@ -71,10 +73,12 @@ def _slow_link(slow: Path) -> Iterator[None]:
     slow.unlink()
 
 
-async def _differing(name: str, slow: Path, leave: Callable[[], Awaitable[None]], ask: Ask) -> int:
-    """How far the answer behind a client that leaves differs from the right one."""
+async def _differing(name: str, slow: Path, leave: Callable[[], Awaitable[None]], ask: Ask) -> float:
+    """By how much the answer behind a client that leaves differs from the right one."""
+    # From then on the prefill side has the prompt in its cache.
+    await ask()
     right = await ask()
-    assert _told(f"{name}, undisturbed", right, await ask()) == 0
+    assert _told(f"{name}, undisturbed", right, await ask()) == 0.0
     with _slow_link(slow):
         await leave()
     return _told(f"{name}, behind a client that left", right, await ask())
@@ -112,7 +116,7 @@ class Alone:
         room = rooms[-1]
         sides = ((self.prefill, "p"), (self.decode, "d"))
         asked = (self._answer(engine, NEXT, room, f"{side}{room:08d}") for engine, side in sides)
-        async with timeout(PATIENCE_SECONDS):
+        async with timeout(_ASK_SECONDS):
             _, answer = await asyncio.gather(*asked)
         return answer
 
@@ -122,7 +126,7 @@ class Alone:
         tasks = [asyncio.create_task(self._answer(engine, LEFT, 1, f"{side}-leaves")) for engine, side in sides]
         await asyncio.sleep(LEAVES_AFTER_SECONDS)
         self.decode.tokenizer_manager.abort_request("d-leaves")
-        async with timeout(PATIENCE_SECONDS):
+        async with timeout(_ASK_SECONDS):
             print(await asyncio.gather(tasks[1], return_exceptions=True), flush=True)
         tasks[0].cancel()
 
@@ -166,7 +170,7 @@ class Behind:
 
     async def ask(self) -> Answer:
         prompt, sampling = Prompt(NEXT), replace(greedy(MOST), logprobs=0)
-        async with timeout(PATIENCE_SECONDS):
+        async with timeout(_ASK_SECONDS):
             while True:
                 try:
                     room = await self.decode.allocate(prompt, sampling, "127.0.0.1:1")
@@ -187,6 +191,7 @@ class Behind:
         await asyncio.sleep(LEAVES_AFTER_SECONDS)
         await room.release()
         computing.cancel()
+        await asyncio.wait([computing])
 
 
 async def test_behind_baton_it_does_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,6 +1,6 @@
 """The events of SGLang's own prefix cache: routers know what a running engine has cached, and nothing else."""
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import aclosing
 from dataclasses import replace
 
@@ -69,8 +69,9 @@ async def held(engine: SglangEngine) -> set[bytes]:
     return set(snapshot.block_hashes)
 
 
-async def _until(engine: SglangEngine, wanted: set[bytes]) -> None:
-    """Follows the events until exactly `wanted` is held."""
+async def _until(engine: SglangEngine, wanted: set[bytes], holds: Callable[[set[bytes]], bool] | None = None) -> None:
+    """Follows the events until exactly `wanted` is held, or until `holds` is true of what is held."""
+    is_reached = holds or wanted.__eq__
     assert engine.kv_events is not None
     now: set[bytes] | None = None
     try:
@@ -81,7 +82,7 @@ async def _until(engine: SglangEngine, wanted: set[bytes]) -> None:
                         now = set(hashes)
                     case KvChanged(_, stored, removed):
                         now = ((now or set()) | set(stored)) - set(removed)
-                if now == wanted:
+                if now is not None and is_reached(now):
                     return
     except TimeoutError as error:
         missing, more = wanted - (now or set()), (now or set()) - wanted
@@ -118,8 +119,7 @@ async def test_prompts_of_equal_text_and_other_salts_share_neither_kv_nor_hashes
 async def test_what_is_evicted_is_held_no_more_and_what_is_held_is_found(whole: SglangEngine) -> None:
     prompts = [_prompt(number, 150, "tenant" if number % 3 == 2 else "") for number in range(12)]
     chains = [(await _answer(whole, each))[0] for each in prompts]
-    await _answer(whole, prompts[-1])
-    await eventually(lambda: whole.load().blocks_used == 0)
+    await _until(whole, chains[-1], chains[-1].issubset)
     now = await held(whole)
     assert 0 < len(now) <= whole.load().blocks_total
     assert now < set().union(*chains)
@@ -127,9 +127,12 @@ async def test_what_is_evicted_is_held_no_more_and_what_is_held_is_found(whole: 
     found = 0
     for prompt in reversed(prompts[6:]):
         names = block_hashes(prompt.token_ids[:-1], SIZE, prompt.cache_salt)
-        told = next((index for index, name in enumerate(names) if name not in await held(whole)), len(names))
-        _, cached = await _answer(whole, prompt, 1)
+        now = await held(whole)
+        told = next((index for index, name in enumerate(names) if name not in now), len(names))
+        stored, cached = await _answer(whole, prompt, 1)
         assert cached == told * SIZE
+        # What was evicted for it is told before it.
+        await _until(whole, stored, stored.issubset)
         found += told
     assert found > 0
 
