@@ -6,13 +6,13 @@ from dataclasses import replace
 
 import pytest
 import pytest_asyncio
-from baton.worker.v1 import worker_pb2, worker_pb2_grpc
 from support.cluster.in_process import PATIENT, bench
 from support.engines import sglang
 from support.engines.engine_calls import collect, greedy
 from support.engines.lent import LentConfig, lent_kind, lent_worker
 from support.eventually import PATIENCE_SECONDS, eventually
 
+from baton.engine.v1 import worker_pb2, worker_pb2_grpc
 from baton.inference.v1 import cluster_service_pb2, generate_pb2
 from engine_protocol.prefix_hash import block_hashes
 from router.config import RoutingConfig
