@@ -1,7 +1,9 @@
 """SGLang's KV events in our hash chain, from bytes that SGLang 0.5.16 encoded; without SGLang."""
 
+import zlib
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -12,6 +14,7 @@ from support.eventually import eventually
 
 from engine_protocol.prefix_hash import block_hashes
 from services.engines.external.event_reader import EventReader, event_sockets
+from services.engines.sglang.inside.kv_events import tell_salts
 from services.engines.sglang.kv_events import read_event, sglang_format
 
 SIZE = 4
@@ -110,3 +113,60 @@ async def test_lost_events_are_asked_for_again_and_are_no_gap() -> None:
         await publisher.publish(stored(3))
         await eventually(lambda: held(reader) == chains([1] * SIZE, [2] * SIZE, [3] * SIZE))
     assert sample(GAPS) == before
+
+
+class BlockStored(msgspec.Struct, array_like=True, omit_defaults=True, tag=True):
+    """The fields of SGLang's class."""
+
+    block_hashes: list[int]
+    parent_block_hash: int | None
+    token_ids: list[int]
+    block_size: int
+    lora_id: int | None
+    medium: str | None = None
+
+
+def changed_cache() -> Any:
+    """A radix cache of one page a node, whose events are as SGLang's."""
+
+    class Cache:
+        page_size = SIZE
+
+        def __init__(self) -> None:
+            self.root_node = SimpleNamespace(hash_value=[])
+            self.enable_kv_cache_events = True
+            self.kv_event_queue: list[Any] = []
+
+        def _record_store_event(self, node: Any, medium: str | None = None) -> None:
+            node.hash_value = node.hash_value or hashes(node.key, "", self.page_size)
+            parent = next(iter(node.parent.hash_value), None)
+            event = BlockStored(node.hash_value, parent, node.key.tokens, SIZE, None, medium or "GPU")
+            self.kv_event_queue.append(event)
+
+    def hashes(key: Any, prior: str, page_size: int) -> list[int]:
+        return [zlib.crc32(f"{prior} {key.tokens}".encode())]
+
+    tell_salts(Cache, BlockStored, hashes)
+    return Cache()
+
+
+def test_equal_pages_of_other_salts_have_other_hashes_and_tell_their_salts() -> None:
+    cache = changed_cache()
+    for salt in (None, "tenant", None):
+        key = SimpleNamespace(tokens=[1] * SIZE, extra_key=salt)
+        cache._record_store_event(node := SimpleNamespace(key=key, parent=cache.root_node, hash_value=None))
+        behind = SimpleNamespace(tokens=[2] * SIZE, extra_key=salt)
+        cache._record_store_event(SimpleNamespace(key=behind, parent=node, hash_value=None))
+    told = msgspec.msgpack.decode(msgspec.msgpack.encode(cache.kv_event_queue))
+    assert [each[7] for each in told] == ["", "", "tenant", "tenant", "", ""]
+    assert told[0] == told[4] != told[2]
+    assert told[0][1] != told[2][1]
+    assert [each[2] for each in told] == [None, told[0][1][0], None, told[2][1][0], None, told[0][1][0]]
+
+
+def test_without_events_nothing_is_recorded() -> None:
+    cache = changed_cache()
+    cache.enable_kv_cache_events = False
+    key = SimpleNamespace(tokens=[1] * SIZE, extra_key="tenant")
+    cache._record_store_event(SimpleNamespace(key=key, parent=cache.root_node, hash_value=None))
+    assert cache.kv_event_queue == []
