@@ -10,6 +10,7 @@ loading.py        start and end, without what SGLang takes of its process
 sampling.py       our sampling parameters in SGLang's words
 requests.py       the requests inside SGLang: submitted, followed, aborted, counted
 rooms.py          the two sides of a bootstrap room
+kv_events.py      the events of its prefix cache, as blocks of our hash chain
 metrics.py        the adapter's metrics, and SGLang's own
 inside/           what runs inside SGLang's own processes
 """

@@ -13,7 +13,7 @@ from services.engines.context import ExternalEngineConfig
 
 
 class SglangArguments(Section):
-    """The arguments of `ServerArgs`, except for the model, the disaggregation and metrics."""
+    """The arguments of `ServerArgs`, except for the model, the disaggregation, KV events and metrics."""
 
     device: str | None = None
     dtype: Literal["auto", "float32", "float16", "bfloat16"] = "auto"
@@ -79,6 +79,8 @@ class SglangConfig(ExternalEngineConfig):
         default=False, description="A decode worker that accepts no handoffs, by choice, and has a prefix cache."
     )
     max_logprobs: int = Field(default=20, ge=0, le=128, description="Alternatives that a request may ask for.")
+    kv_events: bool = Field(default=True, description="Whether the contents of the prefix cache are reported.")
+    kv_event_steps: int = Field(default=10_000, ge=1, description="Steps of events that SGLang keeps for a replay.")
     metrics: bool = Field(default=True, description="Whether SGLang's own metrics are kept and shown.")
     start_seconds: float = Field(default=900.0, gt=0, description="The longest time that loading may take.")
     abort_seconds: float = Field(

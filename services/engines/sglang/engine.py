@@ -16,6 +16,7 @@ from runtime.aio import timeout
 from services.engines.answer import Finished, FinishReason, Tokens
 from services.engines.base import EngineLoad, ModelFacts
 from services.engines.external.engine import CANARY_SALT, ExternalEngine
+from services.engines.external.event_reader import EventReader, event_sockets
 from services.engines.external.held_kv import ExternalPrefill, HeldHandoffs
 from services.engines.external.package import kv_dtype, kv_layout, read_model
 from services.engines.external.requests import RequestLimits, RunningStream
@@ -26,7 +27,8 @@ from services.engines.pytorch.model.checkpoint import end_ids, fingerprint, mode
 from services.engines.running.generation import Generation
 from services.engines.sglang.config import SglangArguments, SglangConfig
 from services.engines.sglang.inside.scheduler import LOCAL
-from services.engines.sglang.loading import ResolvedSglang, StartedSglang, end, side, start
+from services.engines.sglang.kv_events import sglang_format
+from services.engines.sglang.loading import ResolvedSglang, SglangStart, StartedSglang, end, side, start
 from services.engines.sglang.metrics import sglang_families
 from services.engines.sglang.package import SglangPackage
 from services.engines.sglang.requests import (
@@ -61,13 +63,17 @@ class SglangEngine(ExternalEngine):
         self._roles = tuple(roles)
         self._side = side(config, roles)
         self._rooms: set[SglangDestination] = set()
+        self._reader: EventReader | None = None
 
     async def __aenter__(self) -> Self:
         facts = sglang_facts(self._config, self._args, self._package)
         began = time.monotonic()
         async with AsyncExitStack() as stack:
-            inputs = (self._config, self._effective, self._package, self._roles, facts.max_context_tokens)
-            started = await self._loaded(asyncio.to_thread(start, *inputs), self._config.start_seconds)
+            wants_events = self._config.kv_events and self._side != "decode" and not self._args.disable_radix_cache
+            sockets = stack.enter_context(event_sockets(1)) if wants_events else None
+            starting = SglangStart(self._roles, facts.max_context_tokens, sockets)
+            loading = asyncio.to_thread(start, self._config, self._effective, self._package, starting)
+            started = await self._loaded(loading, self._config.start_seconds)
             self._llm = started.llm
             stack.push_async_callback(end, started)
             self._facts = replace(facts, load_seconds=time.monotonic() - began)
@@ -75,6 +81,9 @@ class SglangEngine(ExternalEngine):
             await self._follow(started, stack)
             async with timeout(_FIRST_STEP_SECONDS):
                 await self._warm_up()
+            if sockets is not None and started.has_prefix_cache:
+                events = EventReader(sockets, 1, sglang_format(facts.layout.block_tokens))
+                self._reader = await stack.enter_async_context(events)
             await self._open_canary(stack, self._config.canary_seconds, self._config.canary_patience_seconds)
             if started.metrics_folder:
                 stack.enter_context(sglang_families(started.metrics_folder))
@@ -118,6 +127,11 @@ class SglangEngine(ExternalEngine):
     def fetch_seconds(self) -> float:
         """The KV has been sent when a prefill ends: nothing has to stay. See TransfersKv."""
         return 0.0
+
+    @property
+    def kv_events(self) -> EventReader | None:
+        """The events of its prefix cache, which a decode engine of handoffs does not have."""
+        return self._reader
 
     def load(self) -> EngineLoad:
         """Returns requests and KV by our own count: SGLang's own comes later."""

@@ -3,6 +3,7 @@
 import asyncio
 import atexit
 import importlib
+import json
 import logging
 import multiprocessing
 import os
@@ -16,6 +17,7 @@ from typing import Any
 
 from baton.errors import ConfigError, EngineFailed
 from services.engines.external.argument_places import MergedArguments
+from services.engines.external.event_reader import EventEndpoints
 from services.engines.external.package import one_line
 from services.engines.external.surroundings import free_ports
 from services.engines.sglang.config import SglangArguments, SglangConfig
@@ -35,12 +37,14 @@ _STARTING = threading.Lock()
 
 @dataclass(frozen=True, slots=True)
 class StartedSglang:
-    """An engine, its processes, the folder of its metrics if it keeps some, and the size of its pool in tokens."""
+    """An engine, its processes, the folder of its metrics if it keeps some, the size of its pool in tokens, and
+    whether it has a prefix cache: SGLang switches it off for some models and kernels."""
 
     llm: Any
     processes: Sequence[BaseProcess]
     metrics_folder: str
     pool_tokens: int
+    has_prefix_cache: bool
 
 
 def on_cpus(args: SglangArguments) -> bool:
@@ -55,11 +59,20 @@ def side(config: SglangConfig, roles: Sequence[str]) -> str:
     return "prefill" if "prefill" in roles else "decode"
 
 
+@dataclass(frozen=True, slots=True)
+class SglangStart:
+    """The inputs of an engine's start, beside the arguments in effect."""
+
+    roles: Sequence[str]
+    context_tokens: int
+    events: EventEndpoints | None
+
+
 def start(
-    config: SglangConfig, effective: ResolvedSglang, package: SglangPackage, roles: Sequence[str], context_tokens: int
+    config: SglangConfig, effective: ResolvedSglang, package: SglangPackage, starting: SglangStart
 ) -> StartedSglang:
     """Starts the engine, which blocks for a minute or more. Raises ConfigError for arguments that SGLang refuses."""
-    arguments = _arguments(config, effective, roles, context_tokens)
+    arguments = _arguments(config, effective, starting)
     with _Launch(_variables(config, effective.value)) as launch:
         llm: Any = object.__new__(_engine_class(package, launch))
         try:
@@ -78,7 +91,8 @@ def start(
     llm.tokenizer_manager._subprocess_watchdog.stop()
     info = llm._scheduler_init_result.scheduler_infos[0]
     folder = launch.metrics_folder if config.metrics else ""
-    return StartedSglang(llm, launch.processes, folder, int(info["max_total_num_tokens"]))
+    has_cache = not llm.server_args.disable_radix_cache
+    return StartedSglang(llm, launch.processes, folder, int(info["max_total_num_tokens"]), has_cache)
 
 
 class _Launch:
@@ -157,22 +171,28 @@ def _kill(processes: Sequence[BaseProcess]) -> None:
         process.join(_END_SECONDS)
 
 
-def _arguments(
-    config: SglangConfig, effective: ResolvedSglang, roles: Sequence[str], context_tokens: int
-) -> dict[str, Any]:
+def _arguments(config: SglangConfig, effective: ResolvedSglang, starting: SglangStart) -> dict[str, Any]:
     arguments = effective.value.model_dump(mode="json", exclude_none=True)
     return arguments | {
         "model_path": str(config.model),
-        "context_length": context_tokens + _SPARE_TOKENS,
+        "context_length": starting.context_tokens + _SPARE_TOKENS,
         "skip_tokenizer_init": True,
         "log_level": "error",
         "host": config.handoff.host,
         "nccl_port": free_ports("127.0.0.1", 1),
         "enable_metrics": config.metrics,
-        "disaggregation_mode": side(config, roles),
+        "kv_events_config": _events_config(config, starting.events),
+        "disaggregation_mode": side(config, starting.roles),
         "disaggregation_transfer_backend": "nixl",
         "disaggregation_bootstrap_port": config.handoff.port,
     }
+
+
+def _events_config(config: SglangConfig, events: EventEndpoints | None) -> str | None:
+    if events is None:
+        return None
+    endpoints = {"endpoint": events.events, "replay_endpoint": events.replay}
+    return json.dumps({"publisher": "zmq", **endpoints, "buffer_steps": config.kv_event_steps})
 
 
 def _variables(config: SglangConfig, args: SglangArguments) -> dict[str, str]:

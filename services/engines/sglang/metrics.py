@@ -15,6 +15,7 @@ UNANSWERED_ABORTS = counter(
     "baton_sglang_unanswered_aborts_total", "Aborts that SGLang did not handle within abort_seconds."
 )
 STALLED_READERS = counter("baton_sglang_stalled_readers_total", "Requests aborted because their answer was not read.")
+KV_EVENT_GAPS = counter("baton_sglang_kv_event_gaps_total", "Times that KV events were lost.")
 
 
 def sglang_families(folder: str) -> PackageFamilies:

@@ -15,6 +15,7 @@ from runtime.aio import timeout
 from services.engines.answer import Finished, FinishReason, Tokens
 from services.engines.base import EngineLoad
 from services.engines.external.engine import CANARY_SALT, ExternalEngine
+from services.engines.external.event_reader import EventReader, event_sockets
 from services.engines.external.families import PackageFamilies
 from services.engines.external.package import shut_down
 from services.engines.external.requests import RequestLimits, RunningStream
@@ -29,7 +30,7 @@ from services.engines.vllm.held_kv import HeldByVllm, VllmHeldKv
 from services.engines.vllm.loading import EngineStart, ResolvedVllm, can_hand_over, start, vllm_facts
 from services.engines.vllm.lora_slots import CopiedLora, VllmLoraSlots, linear_shapes
 from services.engines.vllm.monitoring import metrics
-from services.engines.vllm.monitoring.event_reader import EventReader, event_sockets
+from services.engines.vllm.monitoring.kv_events import vllm_format
 from services.engines.vllm.monitoring.metrics import VllmStatistics
 from services.engines.vllm.orphans import OrphanWatch
 from services.engines.vllm.package import VllmPackage
@@ -83,8 +84,9 @@ class VllmEngine(ExternalEngine):
             self._prepare(stack)
             async with timeout(_FIRST_STEP_SECONDS):
                 await self._warm_up()
-            events = EventReader(sockets, self._args.data_parallel_size, self._facts.layout.block_tokens)
-            self._reader = await stack.enter_async_context(events)
+            events = vllm_format(self._facts.layout.block_tokens)
+            reader = EventReader(sockets, self._args.data_parallel_size, events)
+            self._reader = await stack.enter_async_context(reader)
             await self._open_canary(stack, self._config.canary_seconds, self._config.canary_patience_seconds)
             stack.enter_context(PackageFamilies("vllm:"))
             await stack.enter_async_context(self._sleep)
@@ -166,7 +168,7 @@ class VllmEngine(ExternalEngine):
         """Yields the changes of its prefix cache. See ReportsKvEvents."""
         if not self._has_events:
             raise Unsupported("KV events are off: engine.kv_events or enable_prefix_caching is false")
-        return self._reader.changes()
+        return self._reader.kv_changes()
 
     async def prefill(self, prompt: Prompt, sampling: Sampling) -> VllmHeldKv:
         """Computes the prompt and one id; the KV waits inside vLLM. See PrefillEngine."""

@@ -10,6 +10,7 @@ from typing import Any
 from baton.errors import ConfigError
 from services.engines.base import ModelFacts
 from services.engines.external.argument_places import MergedArguments
+from services.engines.external.event_reader import EventEndpoints
 from services.engines.external.package import kv_dtype, kv_layout, loading, read_model
 from services.engines.external.surroundings import EnvironmentVariables, free_ports
 from services.engines.kv import KvLayout
@@ -33,14 +34,6 @@ _ALWAYS = {"max_num_seqs", "max_num_batched_tokens", "block_size", "enable_prefi
 RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
 # vLLM reads a part of its settings from the environment, which two engines of one process share.
 _STARTING = threading.Lock()
-
-
-@dataclass(frozen=True, slots=True)
-class EventEndpoints:
-    """The sockets at which a rank publishes its KV events and sends old ones again."""
-
-    events: str
-    replay: str
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""SGLang's engines for tests, where SGLang is installed: one for each side, and one of whole requests. All tests of a
+"""SGLang's engines for tests, where SGLang is installed: one for each side, and two of whole requests. All tests of a
 run share them, and their event loop: starting one takes minutes on a busy machine.
 
 On CPUs tests/support/sglang_on_cpus must be in PYTHONPATH, with SGLANG_USE_CPU_ENGINE=1; SGLang
@@ -42,7 +42,7 @@ _OF_DEVICE: Mapping[str, object] = (
         "disable_overlap_schedule": True,
     }
 )
-Side = Literal["prefill", "decode", "whole"]
+Side = Literal["prefill", "decode", "whole", "whole-2"]
 
 
 def settings(checkpoint: Path, port: int, args: Mapping[str, object] | None = None) -> dict[str, object]:
@@ -98,7 +98,7 @@ class SharedSglang:
         yield self._engines[side]
 
     async def _opened(self, side: Side) -> Engine:
-        config = {**settings(self.checkpoint, self.port), "whole_requests": side == "whole"}
+        config = {**settings(self.checkpoint, self.port), "whole_requests": side.startswith("whole")}
         context = EngineContext(roles=("prefill" if side == "prefill" else "decode",))
         return await open_sglang(SglangConfig.model_validate(config), context).__aenter__()
 

@@ -8,16 +8,17 @@ import os
 import signal
 from typing import Any
 
-from services.engines.sglang.inside import draws, scheduler
+from services.engines.sglang.inside import draws, kv_events, scheduler
 
 _FAILED = 70
 
 
 def run_scheduler(*arguments: Any, **named: Any) -> None:
-    """Runs SGLang's scheduler, with the changes of scheduler.py and draws.py."""
+    """Runs SGLang's scheduler, with the changes of scheduler.py, draws.py and kv_events.py."""
     _fail_alone()
     scheduler.change()
     draws.change()
+    kv_events.change()
     importlib.import_module("sglang.srt.managers.scheduler").run_scheduler_process(*arguments, **named)
 
 

@@ -1,5 +1,5 @@
 """Reports of a running vLLM.
 
-event_reader.py   the prefix cache by vLLM's events, which it reads from sockets, and asks for again if lost
-metrics.py        the adapter's metrics, and vLLM's own
+kv_events.py   the events of its prefix cache, as blocks of our hash chain
+metrics.py     the adapter's metrics, and vLLM's own
 """

@@ -1,25 +1,23 @@
 """The reader of vLLM's KV events, on real ZeroMQ sockets that speak vLLM's format: gaps, replays, duplicates."""
 
-import asyncio
 from collections.abc import AsyncIterator, Sequence
 from contextlib import aclosing, asynccontextmanager
 from typing import Any
 
 import msgspec
 import pytest
-import zmq
-import zmq.asyncio
 from support.clients.scraping import sample
+from support.engines.event_publisher import Publisher
 from support.eventually import eventually
 
 from engine_protocol.prefix_hash import block_hash, root_hash
+from services.engines.external import event_reader
+from services.engines.external.event_reader import EventReader, event_sockets
 from services.engines.kv_events import KvSnapshot
-from services.engines.vllm.monitoring import event_reader
-from services.engines.vllm.monitoring.event_reader import EventReader, event_sockets
+from services.engines.vllm.monitoring.kv_events import vllm_format
 
 SIZE = 4
 GAPS = "baton_vllm_kv_event_gaps_total"
-END = (-1).to_bytes(8, "big", signed=True)
 
 
 def stored(number: int) -> dict[str, Any]:
@@ -42,65 +40,13 @@ def removed(number: int) -> dict[str, Any]:
     return {"type": "BlockRemoved", "block_hashes": [number], "medium": "GPU"}
 
 
-class Publisher:
-    """vLLM's `ZmqEventPublisher` on the wire: batches numbered from 0, and those it still has on demand.
-
-    A batch has no number of its own but its frame's: topic, number, `[time, events, rank]`. A demand names the first
-    number; the answers end with the number -1.
-    """
-
-    def __init__(self, kept: int = 100) -> None:
-        self._kept = kept
-        self._buffer: list[bytes] = []
-        self.demands: list[int] = []
-        self.answers = True
-
-    @asynccontextmanager
-    async def open(self, events: str, replay: str) -> AsyncIterator["Publisher"]:
-        context = zmq.asyncio.Context()
-        self._out, self._demanded = context.socket(zmq.XPUB), context.socket(zmq.ROUTER)
-        self._out.bind(events)
-        self._demanded.bind(replay)
-        answering = asyncio.create_task(self._answer())
-        try:
-            yield self
-        finally:
-            answering.cancel()
-            await asyncio.wait([answering])
-            context.destroy(linger=0)
-
-    async def subscribed(self) -> None:
-        """Waits for the reader's subscription."""
-        assert await asyncio.wait_for(self._out.recv(), 60) == b"\x01"
-
-    def lose(self, *events: dict[str, Any]) -> None:
-        """A batch that does not arrive, as if the socket's queue were full."""
-        self._buffer.append(msgspec.msgpack.encode([1.5, events, 0]))
-
-    async def publish(self, *events: dict[str, Any]) -> None:
-        self.lose(*events)
-        await self.send(len(self._buffer) - 1)
-
-    async def send(self, number: int, payload: bytes | None = None) -> None:
-        frames = [b"", number.to_bytes(8, "big"), self._buffer[number] if payload is None else payload]
-        await self._out.send_multipart(frames)
-
-    async def _answer(self) -> None:
-        while True:
-            client, empty, start = await self._demanded.recv_multipart()
-            self.demands.append(first := int.from_bytes(start, "big"))
-            if not self.answers:
-                continue
-            for number in range(max(first, len(self._buffer) - self._kept), len(self._buffer)):
-                frames = [client, empty, number.to_bytes(8, "big"), self._buffer[number]]
-                await self._demanded.send_multipart(frames)
-            await self._demanded.send_multipart([client, empty, END, b""])
-
-
 @asynccontextmanager
 async def reading(publisher: Publisher) -> AsyncIterator[EventReader]:
     with event_sockets(1) as endpoints:
-        async with publisher.open(endpoints.events, endpoints.replay), EventReader(endpoints, 1, SIZE) as reader:
+        async with (
+            publisher.open(endpoints.events, endpoints.replay),
+            EventReader(endpoints, 1, vllm_format(SIZE)) as reader,
+        ):
             await publisher.subscribed()
             await eventually(lambda: bool(publisher.demands))
             yield reader
@@ -121,7 +67,7 @@ async def test_blocks_of_before_the_subscription_and_after_it_are_read() -> None
     async with reading(publisher) as reader:
         await publisher.publish(stored(3))
         await eventually(lambda: held(reader) == hashes(2, 3))
-        async with aclosing(reader.changes()) as changes:
+        async with aclosing(reader.kv_changes()) as changes:
             snapshot = await anext(changes)
         assert isinstance(snapshot, KvSnapshot)
         assert set(snapshot.block_hashes) == hashes(2, 3)
