@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from grpc import aio
 from support.cluster.in_process import simulated
-from support.cluster.processes import Process, process
+from support.cluster.processes import Process, forked
 from support.eventually import PATIENCE_SECONDS
 from support.images.simulated_workers import about, multimodal
 from support.newer_versions import NEWER, enum_paths, make_newer, methods, set_path
@@ -149,10 +149,10 @@ def started(tmp_path: Path) -> Iterator[Processes]:
     shared = [f"registry={{kind: file, folder: {folder}, poll_seconds: 0.05}}", "namespace=test", "drain_seconds=0"]
     with ExitStack() as stack:
         worker = [*shared, ENGINE, "worker_id=old", "roles=[encode, prefill, decode]"]
-        old = stack.enter_context(process("services", "worker.yaml", worker, tmp_path / "worker.log"))
+        old = stack.enter_context(forked("services", "worker.yaml", worker, tmp_path / "worker.log"))
         listening = "peers={listen: '127.0.0.1:0'}"
         own = [*shared, QUOTAS, listening, "records.asked=true", "metrics_listen=127.0.0.1:0"]
-        router = stack.enter_context(process("router", "router.yaml", own, tmp_path / "router.log"))
+        router = stack.enter_context(forked("router", "router.yaml", own, tmp_path / "router.log"))
         old.wait_until_serving()
         router.wait_until_serving()
         yield router, old, folder

@@ -12,8 +12,8 @@ def prepare(config: PyTorchConfig) -> None:
     """Imports what opening the engine does, and computes what is the same in each process. See EngineKind."""
     import_module("services.engines.pytorch.engine")
     import_module("numpy.random")
-    if config.execution == "library":
-        import_module("transformers")
+    if config.execution == "library" or (config.execution == "auto" and config.device == "cpu"):
+        import_module("services.engines.pytorch.model.attention")  # with transformers' modules of models
     if config.device != "cpu" and find_spec("triton") is not None:
         _prepare_kernels()
 

@@ -3,6 +3,7 @@ takes little.
 """
 
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
@@ -15,7 +16,13 @@ from support.engines.device import DEVICE
 # The main module, too: each process would import it again. Nothing of it starts threads, or imports torch.
 _SERVERS = ("__main__", "router.__main__", "router.server", "services.__main__")
 _light = Preloaded(*_SERVERS, "services.engines.simulated.engine")
-_with_torch = Preloaded(*_SERVERS, "services.engines.pytorch.engine")
+# The engine imports what it loads a model with only then, which takes 2.5 s of a processor.
+_MODELS = [
+    f"transformers.models.{each}" for each in ("llama.modeling_llama", "llava.modeling_llava", "clip.modeling_clip")
+]
+_with_torch = Preloaded(
+    *_SERVERS, "services.engines.pytorch.engine", "services.engines.pytorch.vision.encoder", *_MODELS
+)
 _PATH = os.environ.get("PYTHONPATH")  # as the process has it that is forked
 
 
@@ -40,7 +47,7 @@ def _is_engine(module: str) -> bool:
 
 
 class ForkedProcess:
-    """Runs `python -m MODULE ARGUMENTS`. The part of subprocess.Popen that a Node needs."""
+    """Runs `python -m MODULE ARGUMENTS`. The part of subprocess.Popen that a Node and a Process need."""
 
     def __init__(self, module: str, arguments: Sequence[str], environment: Mapping[str, str], log: Path) -> None:
         given = (module, tuple(arguments), dict(environment), log)
@@ -53,6 +60,19 @@ class ForkedProcess:
     def poll(self) -> int | None:
         """The exit code; None while it runs."""
         return self._process.exitcode
+
+    def send_signal(self, number: int) -> None:
+        """Sends a signal; none to a process that has ended."""
+        if self.poll() is None:
+            os.kill(self.pid, number)
+
+    def terminate(self) -> None:
+        """SIGTERM."""
+        self.send_signal(signal.SIGTERM)
+
+    def kill(self) -> None:
+        """SIGKILL."""
+        self.send_signal(signal.SIGKILL)
 
     def wait(self, timeout: float) -> int:
         """Waits for its end. Raises TimeoutExpired."""

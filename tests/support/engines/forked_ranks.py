@@ -11,7 +11,9 @@ from unittest import mock
 
 from support.cluster.preloaded import Preloaded
 
-_context = Preloaded("services.engines.diffusers.engine")
+# Diffusers imports pipelines, and their models, only as it loads them.
+_PIPELINES = ("stable_diffusion.pipeline_stable_diffusion", "wan.pipeline_wan")
+_context = Preloaded("services.engines.diffusers.engine", *(f"diffusers.pipelines.{each}" for each in _PIPELINES))
 
 
 @contextmanager
