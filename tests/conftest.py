@@ -1,11 +1,11 @@
 """Fixtures that all tests share. This file also puts tests/ on the import path, for `support`."""
 
-from collections.abc import Iterator
+import gc
+from collections.abc import Generator, Iterator
 
 import pytest
 from support import at_once
 from support.cluster.server_kind import choose_server
-from support.engines import trtllm
 from support.engines.device import share_the_machine
 from support.servers.etcd import EtcdServer
 
@@ -34,6 +34,16 @@ LONGEST = (
 def pytest_xdist_auto_num_workers() -> int:
     """The number of processes for `-n auto`."""
     return at_once.here()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """Collecting tests leaves next to no garbage, and the collector would look at all imports again and again."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.enable()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -67,9 +77,3 @@ def shared_etcd(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EtcdServer
     server.start()
     yield server
     server.stop()
-
-
-@pytest.fixture
-def real_trtllm() -> None:
-    """For tests on the real TensorRT-LLM: skipped, saying why, where it cannot run."""
-    trtllm.require_real()

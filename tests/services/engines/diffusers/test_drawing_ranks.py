@@ -171,9 +171,11 @@ async def test_a_rank_that_is_killed_while_nothing_is_drawn_fails_the_engine() -
             await drawn(engine, DRAWING)
 
 
+@pytest.mark.usefixtures("forked")
 async def test_a_rank_that_hangs_is_noticed_and_is_ended_with_the_engine() -> None:
     async with opened(CHECKPOINT, stall_seconds=3) as engine:
-        [follower] = ranks_of(os.getpid())
+        [follower] = multiprocessing.active_children()
+        assert follower.pid
         running = asyncio.create_task(drawn(engine, replace(DRAWING, steps=900)))
         await eventually(lambda: engine.load().running == 1, SECONDS)
         freeze(follower.pid)

@@ -25,3 +25,9 @@ def newest() -> Iterator[None]:
     """The newest version only, for tests that do not depend on the version."""
     with trtllm.trtllm(trtllm.VERSIONS[-1]):
         yield
+
+
+@pytest.fixture
+def real_trtllm() -> None:
+    """For tests on the real TensorRT-LLM: skipped, saying why, where it cannot run."""
+    trtllm.require_real()
