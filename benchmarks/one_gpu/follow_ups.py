@@ -18,7 +18,7 @@ from itertools import pairwise
 import torch
 
 from benchmarks.gpu_transfer import TINY
-from benchmarks.tiers.gpu import arrivals, captured, engine_of, finish_capturing, first_token, prompt
+from benchmarks.tiers.engines import arrivals, captured, engine_of, finish_capturing, first_token, prompt
 from benchmarks.two_gpus.report import say
 from runtime.garbage import collect_rarely, exempt_living_objects
 from services.engines.prompt import Prompt

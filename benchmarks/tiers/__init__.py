@@ -12,5 +12,8 @@ cluster.py     four workers behind the router's policy
 traffic.py     agents in a closed loop, and a trace in an open one
 __main__.py    tables
 copies.py      copies of loads and demotions on a GPU, and ways to start them
-gpu.py         loads on a GPU: bandwidth, resuming, other streams' inter-token latency, the cost of digests
+gpu.py         loads on a GPU: bandwidth, resuming, the cost of digests
+engines.py     an engine of 8B shape, and requests to it
+streams.py     other streams' inter-token latency beside loads
+breakdown.py   where the time of a step goes, on the host and on the device
 """

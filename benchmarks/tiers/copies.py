@@ -32,16 +32,14 @@ def measure_copies(core: EngineCore) -> None:
 
     def load(*, digests: bool) -> None:
         for start in range(1, 1 + count, batch):
-            for block in range(start, start + batch):
-                copier.copy_in(rows[block - 1], block)
+            copier.copy_in(list(rows[start - 1 : start - 1 + batch]), range(start, start + batch))
             if digests:
                 copier.digest(range(start, start + batch))
         copier.wait()
 
     def demote() -> None:
         for start in range(1, 1 + count, batch):
-            for block in range(start, start + batch):
-                copier.copy_out(block, rows[block - 1])
+            copier.copy_out(range(start, start + batch), list(rows[start - 1 : start - 1 + batch]))
             copier.digest(range(start, start + batch)).read()
 
     seconds: dict[str, list[float]] = {"load": [], "load without digests": [], "demotion": []}

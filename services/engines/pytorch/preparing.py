@@ -5,7 +5,7 @@ from importlib.util import find_spec
 
 from services.engines.pytorch.config import PyTorchConfig
 
-_KERNELS = ("triton_ops", "triton_kernels", "digest_kernels")
+_KERNELS = ("triton_ops", "triton_kernels", "chunk_kernels", "digest_kernels")
 
 
 def prepare(config: PyTorchConfig) -> None:

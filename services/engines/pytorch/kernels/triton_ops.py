@@ -6,7 +6,7 @@ import torch
 import triton
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from services.engines.pytorch.kernels import triton_kernels
+from services.engines.pytorch.kernels import chunk_kernels, triton_kernels
 from services.engines.pytorch.kernels.paged_ops import QUERIES_OF_A_TILE, HeadNorms, HeadShape, PagedTokens
 
 _KEYS_OF_A_TILE = 64
@@ -179,7 +179,7 @@ class TritonOps:
         count = len(tiles) * shape.heads * parts * QUERIES_OF_A_TILE if parts > 1 else 0
         partial = torch.empty(count * wide, dtype=torch.float32, device=qkv.device)
         extremes = torch.empty(count * 2, dtype=torch.float32, device=qkv.device)
-        triton_kernels.prefill_attention[(shape.heads, len(tiles), parts)](
+        chunk_kernels.prefill_attention[(shape.heads, len(tiles), parts)](
             step,
             layer,
             tokens.tables,
@@ -219,7 +219,7 @@ class TritonOps:
         count = len(tiles) * shape.heads * parts * tokens.tile_tokens
         partial = torch.empty(count * wide, dtype=torch.float32, device=qkv.device)
         extremes = torch.empty(count * 2, dtype=torch.float32, device=qkv.device)
-        triton_kernels.short_chunk_attention[(shape.kv_heads, len(tiles), parts)](
+        chunk_kernels.short_chunk_attention[(shape.kv_heads, len(tiles), parts)](
             qkv,
             layer,
             tokens.tables,
@@ -255,7 +255,7 @@ class TritonOps:
         parts: int,
     ) -> None:
         assert tokens.tiles is not None
-        triton_kernels.merge_tiles[(shape.heads, len(tokens.tiles), tokens.tile_tokens)](
+        chunk_kernels.merge_tiles[(shape.heads, len(tokens.tiles), tokens.tile_tokens)](
             partial,
             extremes,
             tokens.tiles,

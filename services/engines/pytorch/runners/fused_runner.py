@@ -55,8 +55,8 @@ class Sizes:
     """The limits of a step, and whether decode steps are captured in CUDA graphs.
 
     They are captured before the first step; `graphs_later`: the largest, which any number of sequences can use, and the
-    others while there is no step. So are steps with chunks of prompts of up to `graph_prompt_tokens` together: the
-    largest before the first step, unless `graphs_later`, and the others while there is no step.
+    others later, while no step is in flight. So are steps with chunks of prompts of up to `graph_prompt_tokens`
+    together: the largest before the first step, unless `graphs_later`, and the others later.
     """
 
     max_sequences: int

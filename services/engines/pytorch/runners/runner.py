@@ -36,7 +36,7 @@ class StepRunner(Protocol):
         """Starts to compute the chunks' KV into their blocks. Later steps see that KV."""
 
     def prepare_more(self) -> bool:
-        """Prepares later steps, for a short time, while there is none. False if nothing is left to prepare."""
+        """Prepares later steps, for a short time, while none is in flight. False if nothing is left to prepare."""
 
 
 class LibraryRunner:

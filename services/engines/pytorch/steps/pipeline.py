@@ -1,5 +1,6 @@
 """The steps themselves: each starts while the one before it is in flight, where it may."""
 
+import math
 import time
 from collections.abc import Iterator, Sequence
 
@@ -17,6 +18,11 @@ _MASK_POLL_SECONDS = 0.002
 LOAD_POLL_SECONDS = 0.001
 # Without work for so long, the runner prepares later steps: not while a worker takes over from another one.
 _IDLE_SECONDS = 0.5
+# A worker that is never idle prepares them between two steps, from so many seconds after its start on: in this share of
+# the time, unless one took so long that streams would notice.
+_BUSY_SECONDS = 10.0
+_PREPARING_SHARE = 0.01
+_LONGEST_PREPARING_SECONDS = 0.5
 
 
 class StepPipeline:
@@ -37,6 +43,7 @@ class StepPipeline:
         self._stuck_since: float | None = None
         self._idle_since: float | None = None
         self._is_prepared = False
+        self._prepare_at = time.monotonic() + _BUSY_SECONDS
 
     def step(self) -> bool:
         """Starts a step, and completes the previous one, if it is in flight. Returns False if there was
@@ -44,6 +51,8 @@ class StepPipeline:
         """
         if self._outcomes.yielding:
             self._outcomes.yield_waiting()
+        if not self._is_prepared and self._scheduler.running:
+            self._prepare_if_due()
         inflight, self._inflight = self._inflight, None
         if inflight is None:
             chunks = self._scheduler.schedule()
@@ -67,6 +76,18 @@ class StepPipeline:
         self._idle_since = self._idle_since or time.monotonic()
         if not self._is_prepared and not self._seconds_until_idle:
             self._is_prepared = not self._runner.prepare_more()
+
+    def _prepare_if_due(self) -> None:
+        """Prepares a little between two steps, but not while blocks move: it would wait for them."""
+        began = time.monotonic()
+        if began < self._prepare_at or (self._tiers is not None and self._tiers.is_busy):
+            return
+        # To prepare overwrites the ids that a step hands on to the next one on the device.
+        self.finish_step()
+        self._is_prepared = not self._runner.prepare_more()
+        now = time.monotonic()
+        is_short = now - began <= _LONGEST_PREPARING_SECONDS
+        self._prepare_at = now + (now - began) / _PREPARING_SHARE if is_short else math.inf
 
     @property
     def _seconds_until_idle(self) -> float:

@@ -26,9 +26,9 @@ from services.engines.running import metrics
 from services.engines.seals import BlockContents
 
 # So many blocks of a prompt are named in a step that only decodes.
-_NAMED_BLOCKS = 512
+_NAMED_BLOCKS = 256
 # For so many steps at most the start of a load is prepared.
-_MOST_DEFERRED = 64
+_MOST_DEFERRED = 128
 
 
 @dataclass(frozen=True, slots=True)

@@ -58,13 +58,13 @@ class Copier:
         """The pool's device."""
         return self._pool.device
 
-    def copy_out(self, block: int, row: torch.Tensor) -> None:
-        """Starts a copy from the pool."""
-        self._copy(self._pool[block], row)
+    def copy_out(self, blocks: Sequence[int], rows: Sequence[torch.Tensor]) -> None:
+        """Starts copies from the pool."""
+        self._copy([self._pool[block] for block in blocks], rows)
 
-    def copy_in(self, row: torch.Tensor, block: int) -> None:
-        """Starts a copy into the pool."""
-        self._copy(row, self._pool[block])
+    def copy_in(self, rows: Sequence[torch.Tensor], blocks: Sequence[int]) -> None:
+        """Starts copies into the pool."""
+        self._copy(rows, [self._pool[block] for block in blocks])
 
     def digest(self, blocks: Sequence[int]) -> Digests:
         """Starts to digest blocks of the pool, once the copies before have ended. Copies that follow do not wait."""
@@ -80,11 +80,14 @@ class Copier:
             if stream is not None:
                 stream.synchronize()
 
-    def _copy(self, source: torch.Tensor, destination: torch.Tensor) -> None:
+    def _copy(self, sources: Sequence[torch.Tensor], destinations: Sequence[torch.Tensor]) -> None:
+        # One call for all: each takes the interpreter from the thread of the engine.
         with _on(self._copies):
-            for start in range(0, len(source), _PIECE_WORDS):
-                piece = slice(start, start + _PIECE_WORDS)
-                destination[piece].copy_(source[piece], non_blocking=True)
+            torch._foreach_copy_(_pieces(destinations), _pieces(sources), non_blocking=True)
+
+
+def _pieces(rows: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    return [piece for row in rows for piece in torch.split(row, _PIECE_WORDS)]
 
 
 def _stream(device: torch.device) -> torch.cuda.Stream | None:

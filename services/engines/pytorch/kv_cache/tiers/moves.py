@@ -109,8 +109,9 @@ class Movers:
             batch = jobs[start : start + self._batch]
             for job in batch:
                 self._region.set_seal(job.slot, b"")
-                self._down.copy_out(job.block, self._region.words[job.slot])
-            unsealed.append((batch, self._down.digest([job.block for job in batch])))
+            blocks = [job.block for job in batch]
+            self._down.copy_out(blocks, [self._region.words[job.slot] for job in batch])
+            unsealed.append((batch, self._down.digest(blocks)))
             if len(unsealed) == _UNCHECKED:
                 self._seal(*unsealed.popleft())
         for batch, digests in unsealed:
@@ -154,9 +155,9 @@ class Movers:
             with load.lock:
                 if load.is_cancelled or self._is_closed:
                     return
-                for item in items:
-                    self._up.copy_in(self._region.words[item.place.slot], item.block)
-                digests = self._up.digest([item.block for item in items])
+                blocks = [item.block for item in items]
+                self._up.copy_in([self._region.words[item.place.slot] for item in items], blocks)
+                digests = self._up.digest(blocks)
             unchecked.append((items, digests))
             if len(unchecked) == _UNCHECKED and not self._check_host(load, *unchecked.popleft()):
                 return
@@ -192,7 +193,7 @@ class Movers:
         with load.lock:
             if load.is_cancelled or self._is_closed:
                 return False
-            self._up_from_disk.copy_in(row, item.block)
+            self._up_from_disk.copy_in([row], [item.block])
             digests = self._up_from_disk.digest([item.block]).read()
         return self._check(load, [item], [seal], digests)
 

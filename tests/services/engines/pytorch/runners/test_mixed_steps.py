@@ -18,6 +18,7 @@ from services.engines.pytorch.runners.batch import Chunk
 from services.engines.pytorch.runners.fused_runner import FusedRunner
 from services.engines.pytorch.runners.mixed_steps import MixedSize, fill_mixed, mixed_sizes, smallest_step
 from services.engines.pytorch.runners.step_tensors import KNOWN, PADDING
+from services.engines.pytorch.steps import pipeline
 
 Ids = Callable[[int, int], tuple[int, ...]]
 
@@ -195,6 +196,72 @@ def _counted(core: EngineCore) -> list[int]:
 
     runner._compute_mixed = counted  # type: ignore[assignment, method-assign]
     return counts
+
+
+async def test_a_worker_that_is_never_idle_prepares_between_two_steps(
+    llama_fused: Checkpoint, random_ids: Ids, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pipeline, "_BUSY_SECONDS", 0.0)
+    monkeypatch.setattr(pipeline, "_PREPARING_SHARE", 1e6)
+    prepared: list[tuple[bool, int]] = []
+    ids = [random_ids(9, 60 + n) for n in (0, 1)]
+
+    def watch(core: EngineCore) -> None:
+        capture = core.runner.prepare_more
+
+        def more() -> bool:
+            prepared.append((core.steps._inflight is None, len(core.scheduler.running)))
+            if isinstance(core.runner, FusedRunner):
+                core.runner._newest.fill_(3)  # as the padding of a capture does
+            return capture() or len(prepared) < 5
+
+        core.runner.prepare_more = more  # type: ignore[method-assign]
+        core.steps._is_prepared, core.steps._prepare_at = False, 0.0  # on a CPU nothing is left after the warm-up
+
+    async with llama_fused.engine() as engine:
+        await engine._loop.call(watch)
+        answers = await asyncio.gather(*(collect(engine.decode(Prompt(each), greedy(60))) for each in ids))
+    assert len(prepared) >= 5
+    assert all(is_between and running for is_between, running in prepared)
+    assert [one.ids for one in answers] == [llama_fused.generate(each, 60) for each in ids]
+
+
+async def test_a_preparation_that_took_long_is_the_last_one_beside_requests(
+    llama_fused: Checkpoint, random_ids: Ids, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pipeline, "_BUSY_SECONDS", 0.0)
+    monkeypatch.setattr(pipeline, "_LONGEST_PREPARING_SECONDS", 0.0)
+    calls: list[int] = []
+
+    def watch(core: EngineCore) -> None:
+        def more() -> bool:
+            calls.append(len(core.scheduler.running))
+            return True
+
+        core.runner.prepare_more = more  # type: ignore[method-assign]
+        core.steps._is_prepared, core.steps._prepare_at = False, 0.0  # on a CPU nothing is left after the warm-up
+
+    async with llama_fused.engine() as engine:
+        await engine._loop.call(watch)
+        await collect(engine.decode(Prompt(random_ids(9, 60)), greedy(60)))
+    assert len([running for running in calls if running]) == 1
+
+
+@pytest.mark.skipif(DEVICE == "cpu", reason="needs a GPU: make gpu")
+async def test_sizes_are_captured_beside_a_stream_that_never_ends(
+    llama_fused: Checkpoint, random_ids: Ids, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pipeline, "_BUSY_SECONDS", 0.0)
+    monkeypatch.setattr(pipeline, "_IDLE_SECONDS", 60.0)
+    monkeypatch.setattr(pipeline, "_PREPARING_SHARE", 1e6)
+    asked = random_ids(9, 60)
+    async with llama_fused.engine(max_sequences=16) as engine:
+        runner = engine.runner
+        assert isinstance(runner, FusedRunner)
+        before = len(runner._uncaptured)
+        answer = await collect(engine.decode(Prompt(asked), greedy(600)))
+        assert len(runner._uncaptured) < before
+    assert answer.ids[:300] == llama_fused.generate(asked, 300)
 
 
 @pytest.mark.skipif(DEVICE == "cpu", reason="needs a GPU: make gpu")

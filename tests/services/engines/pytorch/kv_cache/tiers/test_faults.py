@@ -2,7 +2,7 @@
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
@@ -82,7 +82,7 @@ async def test_a_step_that_fails_now_and_then_costs_no_token_and_blocks_no_later
 async def test_three_copies_that_fail_take_the_tier_out_of_use(
     llama: Checkpoint, prompts: list[tuple[int, ...]], monkeypatch: pytest.MonkeyPatch, copy: str
 ) -> None:
-    failing_now_and_then(monkeypatch, [(Copier, copy, RuntimeError)], share=0.1)
+    failing_now_and_then(monkeypatch, [(Copier, copy, RuntimeError)], share=0.5)
     failed = since("baton_kv_tier_failures_total", tier="host")
     async with llama.engine(kv_cache_bytes=POOL, tiers={"host_bytes": 200 * BLOCK_BYTES}) as engine:
         await check_answers(llama, engine, prompts, 5)
@@ -118,9 +118,9 @@ async def test_a_load_that_is_late_is_computed(
 ) -> None:
     copy_in = Copier.copy_in
 
-    def slowly(self: Copier, row: torch.Tensor, block: int) -> None:
-        time.sleep(0.01)
-        copy_in(self, row, block)
+    def slowly(self: Copier, rows: Sequence[torch.Tensor], blocks: Sequence[int]) -> None:
+        time.sleep(0.01 * len(blocks))
+        copy_in(self, rows, blocks)
 
     monkeypatch.setattr(Copier, "copy_in", slowly)
     late = since("baton_kv_failed_loads_total", reason="late")

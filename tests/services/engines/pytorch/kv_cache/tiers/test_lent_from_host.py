@@ -110,10 +110,10 @@ async def test_a_loan_that_ends_amid_its_load_leaves_no_block(
     begun, go_on = threading.Event(), threading.Event()
     copy_in = Copier.copy_in
 
-    def waits(self: Copier, row: object, block: int) -> None:
+    def waits(self: Copier, rows: object, blocks: object) -> None:
         begun.set()
         go_on.wait(60)
-        copy_in(self, row, block)  # type: ignore[arg-type]
+        copy_in(self, rows, blocks)  # type: ignore[arg-type]
 
     async with llama.engine(**SETTINGS) as engine:
         names = await in_host_memory(engine, random_ids(200, 1))
