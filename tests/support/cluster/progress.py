@@ -13,7 +13,7 @@ _SHARE = 0.01
 
 
 class Progress:
-    """Follows the CPU time of a process."""
+    """Follows the CPU time of a process and of those that it has started: a keeper's worker is its child."""
 
     def __init__(
         self, pid: int, stalled_seconds: float = STALLED_SECONDS, longest_seconds: float = LONGEST_SECONDS
@@ -35,9 +35,16 @@ class Progress:
         self._noted, self._noted_at = self._used(), time.monotonic()
 
     def _used(self) -> float:
-        """Seconds of CPU time so far; as before, once it has ended."""
+        """Seconds of CPU time so far, also of children that have ended; as before, once it has ended."""
         try:
-            times = self._process.cpu_times()
+            return sum(_seconds(one) for one in (self._process, *self._process.children(recursive=True)))
         except psutil.Error:
             return self._noted
-        return times.user + times.system
+
+
+def _seconds(process: psutil.Process) -> float:
+    """The CPU time of a process and its reaped children; 0 of one that has ended since it was found."""
+    try:
+        return sum(process.cpu_times()[:4])
+    except psutil.Error:
+        return 0.0
