@@ -23,7 +23,6 @@ async def serve(asked: dict[str, Any]) -> None:
     from router.config import RouterConfig
     from router.server import host_router
     from runtime.garbage import exempt_living_objects
-    from runtime.pages import use_huge_pages
 
     config = RouterConfig.model_validate(
         {
@@ -39,7 +38,6 @@ async def serve(asked: dict[str, Any]) -> None:
             "probe": {"timeout_seconds": 20, "hung_seconds": 60},
         }
     )
-    use_huge_pages()  # as `python -m router`
     registry = MemoryRegistry("benchmark")
     async with AsyncExitStack() as stack:
         for record in asked["records"]:
