@@ -65,17 +65,17 @@ class Listing:
 
 
 class WatchStream:
-    """The events of a watch. A member that is silent for twice `answer_seconds` is probed, and has these to answer.
+    """The events of a watch. A member that is silent for `quiet_seconds` is probed, and has as long to answer.
 
     Every method raises Unavailable when the watch cannot continue, and AioRpcError when the stream fails. The caller
     owns `call`, and cancels it.
     """
 
     def __init__(
-        self, call: "aio.StreamStreamCall[watch_pb2.WatchRequest, watch_pb2.WatchResponse]", *, answer_seconds: float
+        self, call: "aio.StreamStreamCall[watch_pb2.WatchRequest, watch_pb2.WatchResponse]", *, quiet_seconds: float
     ) -> None:
         self._call = call
-        self._answer_seconds = answer_seconds
+        self._quiet_seconds = quiet_seconds
 
     async def create(self, request: watch_pb2.WatchCreateRequest, cluster_id: int, revision: int) -> None:
         """Starts the watch after `revision` of the cluster that was listed.
@@ -102,10 +102,10 @@ class WatchStream:
     async def _read(self) -> watch_pb2.WatchResponse:
         reading = asyncio.ensure_future(self._call.read())
         try:
-            if not await self._done(reading, 2 * self._answer_seconds):
+            if not await self._done(reading):
                 await self._write(watch_pb2.WatchRequest(progress_request=watch_pb2.WatchProgressRequest()))
-                if not await self._done(reading, self._answer_seconds):
-                    raise Unavailable(f"the watch was silent for {3 * self._answer_seconds:g} s")
+                if not await self._done(reading):
+                    raise Unavailable(f"the watch was silent for {2 * self._quiet_seconds:g} s")
             response = reading.result()
         finally:
             reading.cancel()
@@ -113,17 +113,17 @@ class WatchStream:
             raise Unavailable("etcd ended the watch")
         return response
 
-    async def _done(self, reading: "asyncio.Future[object]", seconds: float) -> bool:
+    async def _done(self, reading: "asyncio.Future[object]") -> bool:
         # Not wait_for: cancelling a read cancels the whole call.
-        done, _ = await asyncio.wait({reading}, timeout=seconds)
+        done, _ = await asyncio.wait({reading}, timeout=self._quiet_seconds)
         return bool(done)
 
     async def _write(self, request: watch_pb2.WatchRequest) -> None:
         try:
-            async with timeout(self._answer_seconds):
+            async with timeout(self._quiet_seconds):
                 await self._call.write(request)
         except TimeoutError:
-            raise Unavailable(f"the watch did not accept a request for {self._answer_seconds:g} s") from None
+            raise Unavailable(f"the watch did not accept a request for {self._quiet_seconds:g} s") from None
         except asyncio.InvalidStateError as error:
             raise Unavailable("etcd ended the watch") from error
 
@@ -229,7 +229,7 @@ class EtcdClient:
         try:
             call = WATCH.open(at.channel, await self._token.metadata(at.channel))
             try:
-                stream = WatchStream(call, answer_seconds=self._limit)
+                stream = WatchStream(call, quiet_seconds=self._limit)
                 await stream.create(create, after.cluster_id, after.revision)
                 yield stream
             finally:

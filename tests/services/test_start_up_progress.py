@@ -29,6 +29,15 @@ async def test_a_process_that_computes_gets_on() -> None:
             assert not progress.has_stalled()
 
 
+async def test_a_process_whose_child_computes_gets_on() -> None:
+    busy = "import os\nwhile os.getppid() != 1: pass"
+    with running(f"import subprocess, sys; subprocess.run([sys.executable, '-c', {busy!r}])") as process:
+        progress = Progress(process.pid, stalled_seconds=2.0)
+        ends_at = time.monotonic() + 4.0
+        while time.monotonic() < ends_at:
+            assert not progress.has_stalled()
+
+
 async def test_a_process_that_hangs_has_stalled() -> None:
     with running("while True: pass") as process:
         process.send_signal(signal.SIGSTOP)
