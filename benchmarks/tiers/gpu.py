@@ -15,7 +15,7 @@ import statistics
 import tempfile
 from collections.abc import Sequence
 from contextlib import AsyncExitStack
-from itertools import pairwise
+from itertools import count, pairwise
 from pathlib import Path
 
 import torch
@@ -50,6 +50,7 @@ async def measure_resuming(engine: PyTorchEngine, steps: Breakdown, options: arg
     filling = [prompt(options.prompt, number) for number in (1, 2, 3)]
     for each in filling:
         await first_token(engine, each)
+    seeds = count(10 * options.prompt)  # each prompt to compute is a new one
     for length in (options.prompt // part for part in options.parts):
         rounds = options.rounds if length > _SHORT else 4 * options.rounds
         asked = prompt(length, length)
@@ -65,7 +66,7 @@ async def measure_resuming(engine: PyTorchEngine, steps: Breakdown, options: arg
                     for each in filling[:2]:
                         await first_token(engine, each)
                 await engine._loop.call(lambda _core: steps.pop())
-                wanted = asked if what == "resume" else prompt(length, length + 1 + number)
+                wanted = asked if what == "resume" else prompt(length, next(seeds))
                 seconds, ids, cached = await first_token(engine, wanted)
                 times[what].append(seconds)
                 parts[what] += await engine._loop.call(lambda _core: steps.pop())
@@ -77,7 +78,7 @@ async def measure_resuming(engine: PyTorchEngine, steps: Breakdown, options: arg
             for what, taken in parts.items():
                 spread = [round(each * 1e3, 1) for each in sorted(times[what])]
                 say(f"  {what}", ms=spread[:: max(1, len(spread) // 8)], **host_medians(taken))
-        count = 2 * rounds
+        asks = 2 * rounds
         tiers = await engine._loop.call(lambda core: core.tiers)
         assert tiers is not None
         blocks = length // BLOCK_TOKENS
@@ -86,7 +87,7 @@ async def measure_resuming(engine: PyTorchEngine, steps: Breakdown, options: arg
             "predicted_compute_s": tiers.rates.compute_seconds(blocks),
             "step_s": tiers.rates._step_seconds,
         }
-        say("resume", tokens=length, right=f"{good} of {count}", loaded=f"{loaded} of {count}", **predicted)
+        say("resume", tokens=length, right=f"{good} of {asks}", loaded=f"{loaded} of {asks}", **predicted)
 
 
 async def measure_empty(engines: dict[str, PyTorchEngine], options: argparse.Namespace) -> None:
