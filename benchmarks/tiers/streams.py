@@ -26,7 +26,7 @@ Span = tuple[float, float]
 
 @dataclass(eq=False, slots=True)
 class _Beside:
-    """The figures of one name: gaps in ms, those without the step that ends a prompt, TTFTs, and steps."""
+    """The figures of one name: gaps in ms, those without the step that ends a prompt, TTFTs, and each step."""
 
     gaps: list[float] = field(default_factory=list)
     rest: list[float] = field(default_factory=list)

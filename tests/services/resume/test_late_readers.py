@@ -1,4 +1,4 @@
-"""What a reader of an earlier decode asks of its request's next one, which counts its readers from 1 again."""
+"""A reader of an earlier decode asks something of its request's next one, which counts its readers from 1 again."""
 
 from contextlib import aclosing
 from hashlib import sha256
