@@ -220,3 +220,13 @@ def gather_blocks(SOURCE, POOL, IDS, words, count, PROGRAMS: tl.constexpr, CHUNK
         start = tl.load(IDS + index).to(tl.int64) * words
         into = tl.load(IDS + count + index).to(tl.int64) * words
         tl.store(POOL + into + at, tl.load(source + start + at, mask=inside), mask=inside)
+
+
+@triton.jit(do_not_specialize=["SOURCE", "INTO", "words", "source_stride", "into_stride"])
+def copy_rows(SOURCE, INTO, words, source_stride, into_stride, CHUNK: tl.constexpr):
+    """Copies rows of `words` 4-byte words between addresses, of which either may be pinned host memory."""
+    row = tl.program_id(1).to(tl.int64)
+    at = tl.program_id(0) * CHUNK + tl.arange(0, CHUNK)
+    source = SOURCE.to(tl.pointer_type(tl.int32)) + row * source_stride
+    into = INTO.to(tl.pointer_type(tl.int32)) + row * into_stride
+    tl.store(into + at, tl.load(source + at, mask=at < words, other=0), mask=at < words)

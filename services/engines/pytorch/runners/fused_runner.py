@@ -11,12 +11,12 @@ from typing import TypeVar
 import numpy as np
 import structlog
 import torch
-from numpy.typing import NDArray
 
 from services.engines.guidance.compiler import MaskThreads
 from services.engines.memory.cuda_driver import CAPTURING
 from services.engines.pytorch.model.fused_model import FusedModel
 from services.engines.pytorch.runners.batch import Chunk, MediaRows, media_rows
+from services.engines.pytorch.runners.host_copies import HostCopies
 from services.engines.pytorch.runners.mixed_steps import (
     MAX_PROMPTS,
     MixedSize,
@@ -99,6 +99,7 @@ class FusedRunner:
         self._announce = announce or (lambda _step: None)
         self._sizes = sizes
         self._device = device
+        self._copies = HostCopies(device)
         # The index of each sequence's id in `_newest`, the ids sampled by the last step in the order of its chunks.
         self._places: Mapping[TokenSequence, int] = {}
         self._newest = torch.zeros(sizes.max_sequences + MAX_PROMPTS, dtype=torch.int64, device=device)
@@ -144,12 +145,12 @@ class FusedRunner:
     def replay(self, step: DecodeArrays) -> None:
         """Starts a decode step of one of the sizes that there are."""
         decode = next(decode for decode in self._decodes if decode.size == step.size)
-        decode.flat.copy_(_staged(step.flat, self._device), non_blocking=True)
+        self._copies.send(step.flat, decode.flat)
         decode.run()
 
     def _compute_mixed(self, mixed: MixedStep, chunks: Sequence[Chunk]) -> tuple[torch.Tensor, torch.Tensor]:
         flat = fill_mixed(mixed.size, mixed.layout, chunks, self._places)
-        mixed.flat.copy_(_staged(flat, self._device), non_blocking=True)
+        self._copies.send(flat, mixed.flat)
         mixed.run()
         return mixed.logits[: len(chunks)], mixed.outcome[:, : len(chunks)]
 
@@ -212,7 +213,7 @@ class FusedRunner:
         if draws:
             draw(logits, draws, outcome)
             self._newest[: len(sampling)] = outcome[0]
-        return InflightStep(chunks, partial(_arrived, chunks, *_sent_home(outcome)), may_be_followed=True)
+        return InflightStep(chunks, partial(_arrived, chunks, *self._copies.bring(outcome)), may_be_followed=True)
 
     def _ids(self, step: StepTensors) -> torch.Tensor:
         return torch.where(step.sources == KNOWN, step.token_ids, self._newest[step.sources.clamp(min=0)])
@@ -320,23 +321,6 @@ class FusedRunner:
 
     def _decode_layout(self, size: int) -> Layout:
         return Layout(size, size, -(-self._sizes.max_context_tokens // self._sizes.block_tokens))
-
-
-def _staged(flat: NDArray[np.int32], device: torch.device) -> torch.Tensor:
-    tensor = torch.from_numpy(flat)
-    return tensor if device.type == "cpu" else tensor.pin_memory()
-
-
-def _sent_home(outcome: torch.Tensor) -> tuple[torch.Tensor, Callable[[], None]]:
-    """Returns the outcome in host memory, and a function that waits for it."""
-    if outcome.device.type == "cpu":
-        return outcome.clone(), lambda: None
-    home = torch.empty(outcome.shape, dtype=outcome.dtype, pin_memory=True)
-    home.copy_(outcome, non_blocking=True)
-    # A blocking event, which does not spin: the next step runs meanwhile, so waking late costs nothing.
-    arrived = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
-    arrived.record()
-    return home, arrived.synchronize
 
 
 def _arrived(chunks: Sequence[Chunk], home: torch.Tensor, wait: Callable[[], None]) -> list[Chosen | None]:
