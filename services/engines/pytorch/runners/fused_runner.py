@@ -56,7 +56,7 @@ class Sizes:
 
     They are captured before the first step; `graphs_later`: the largest, which any number of sequences can use, and the
     others later, while no step is in flight. So are steps with chunks of prompts of up to `graph_prompt_tokens`
-    together: the largest before the first step, unless `graphs_later`, and the others later.
+    together; `graphs_later`: all of them later.
     """
 
     max_sequences: int
@@ -240,10 +240,12 @@ class FusedRunner:
         self._mixed_outcome = torch.zeros(2, rows, dtype=torch.int64, device=self._device)
         if not self.has_graphs:
             return [self._mixed_step(size) for size in sizes]
-        first = [] if self._sizes.graphs_later else [sizes.pop()]
-        self._uncaptured[:0] = sizes
+        if self._sizes.graphs_later:
+            self._uncaptured[:0] = sizes
+            return []
         began = time.monotonic()
-        made = [self._mixed_step(size) for size in first]
+        # The largest first, as with decodes. The first of a machine compile kernels, for seconds: no stream waits yet.
+        made = [self._mixed_step(size) for size in reversed(sizes)]
         _log.info("steps with prompts captured", sizes=len(made), seconds=round(time.monotonic() - began, 3))
         return made
 

@@ -258,6 +258,7 @@ async def test_sizes_are_captured_beside_a_stream_that_never_ends(
     async with llama_fused.engine(max_sequences=16) as engine:
         runner = engine.runner
         assert isinstance(runner, FusedRunner)
+        await engine._loop.call(lambda core: _leave_captures(core, runner))
         before = len(runner._uncaptured)
         answer = await collect(engine.decode(Prompt(asked), greedy(600)))
         assert len(runner._uncaptured) < before
@@ -265,12 +266,22 @@ async def test_sizes_are_captured_beside_a_stream_that_never_ends(
 
 
 @pytest.mark.skipif(DEVICE == "cpu", reason="needs a GPU: make gpu")
-async def test_the_largest_size_is_captured_first_and_the_others_while_nothing_runs(llama_fused: Checkpoint) -> None:
+async def test_all_sizes_are_captured_before_the_first_step_and_those_left_while_nothing_runs(
+    llama_fused: Checkpoint,
+) -> None:
     async with llama_fused.engine(max_sequences=16) as engine:
         runner = engine.runner
         assert isinstance(runner, FusedRunner)
-        assert [step.size for step in runner._mixed[:1]] == [MixedSize(16, 256)]
+        assert not runner._uncaptured
+        await engine._loop.call(lambda core: _leave_captures(core, runner))
         async with asyncio.timeout(30):
             while runner._uncaptured:  # noqa: ASYNC110
                 await asyncio.sleep(0.05)
         assert sorted(step.size for step in runner._mixed) == mixed_sizes(16, 256)
+
+
+def _leave_captures(core: EngineCore, runner: FusedRunner) -> None:
+    """Leaves captures to later, as a process that takes kept memory over does."""
+    runner._uncaptured[:0] = sorted(step.size for step in runner._mixed)
+    runner._mixed.clear()
+    core.steps._is_prepared, core.steps._prepare_at = False, 0.0
