@@ -11,8 +11,8 @@ import gc
 import os
 import sys
 from collections import deque
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from typing import Final
 
 from runtime.aio import sleep_together
@@ -56,6 +56,16 @@ def exempt_living_objects() -> None:
     gc.freeze()
     # The next collection of everything comes after a share of what the last one has left.
     gc.collect()
+
+
+@contextmanager
+def uncollected() -> Iterator[None]:
+    """No thread collects garbage within the context, which does not nest."""
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
 
 
 def collect_rarely() -> None:

@@ -12,6 +12,7 @@ import numpy as np
 import structlog
 import torch
 
+from runtime.garbage import uncollected
 from services.engines.guidance.compiler import MaskThreads
 from services.engines.memory.cuda_driver import CAPTURING
 from services.engines.pytorch.model.fused_model import FusedModel
@@ -313,8 +314,9 @@ class FusedRunner:
         torch.cuda.current_stream(self._device).wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
         # Capture only the operations of this thread. Others may use the GPU meanwhile, but not wait for all of it, with
-        # which a capture begins, too.
-        with CAPTURING, torch.cuda.graph(graph, pool=self._pool, stream=stream, capture_error_mode="thread_local"):
+        # which a capture begins, too. A graph that this thread frees as garbage would end it.
+        capture = torch.cuda.graph(graph, pool=self._pool, stream=stream, capture_error_mode="thread_local")
+        with CAPTURING, uncollected(), capture:
             results = compute()
         return results, graph.replay
 

@@ -1,6 +1,7 @@
 """Steps of decodes and short chunks of prompts, padded to a captured size: the same as the step itself."""
 
 import asyncio
+import gc
 import random
 from collections.abc import Callable, Sequence
 
@@ -285,3 +286,39 @@ def _leave_captures(core: EngineCore, runner: FusedRunner) -> None:
     runner._uncaptured[:0] = sorted(step.size for step in runner._mixed)
     runner._mixed.clear()
     core.steps._is_prepared, core.steps._prepare_at = False, 0.0
+
+
+@pytest.mark.skipif(DEVICE == "cpu", reason="needs a GPU: make gpu")
+async def test_a_graph_that_is_garbage_does_not_end_a_capture(llama_fused: Checkpoint) -> None:
+    async with llama_fused.engine(max_sequences=16) as engine:
+        runner = engine.runner
+        assert isinstance(runner, FusedRunner)
+        assert await engine._loop.call(lambda _core: _captured_beside_garbage(runner)) == 1.0
+
+
+def _captured_beside_garbage(runner: FusedRunner) -> float:
+    """Captures a sum while a graph becomes garbage, and returns what its replay adds."""
+    numbers = torch.zeros(1, device=DEVICE)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=torch.cuda.Stream(), capture_error_mode="thread_local"):  # type: ignore[no-untyped-call]
+        numbers.add_(0)
+    graphs = [graph]
+    del graph
+
+    def compute() -> torch.Tensor:
+        if torch.cuda.is_current_stream_capturing():
+            garbage: list[object] = [graphs.pop()]
+            garbage.append(garbage)
+            del garbage
+            gc.set_threshold(1, 1, 1)
+            _ = [[number] for number in range(1000)]
+        return numbers.add_(1)
+
+    before = gc.get_threshold()
+    try:
+        _, replay = runner._captured(compute)
+    finally:
+        gc.set_threshold(*before)
+    numbers.zero_()
+    replay()
+    return numbers.item()
