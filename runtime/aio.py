@@ -77,15 +77,13 @@ async def run_with_background(background: Coroutine[Any, Any, None], work: Corou
     return main.result()
 
 
-async def sleep_together(seconds: float, every: float) -> float:
-    """Sleeps for so long, and up to `every` longer, until a time that is the same for all that sleep so. Returns it.
+async def sleep_together(seconds: float, every: float) -> None:
+    """Sleeps for so long, and up to `every` longer, until a time that is the same for all that sleep so.
 
-    Many that wait for times of their own would wake an idle process for each of them. The time is the loop's.
+    Many that wait for times of their own would wake an idle process for each of them.
     """
     now = asyncio.get_running_loop().time()
-    due = math.ceil((now + seconds) / every) * every
-    await asyncio.sleep(due - now)
-    return due
+    await asyncio.sleep(math.ceil((now + seconds) / every) * every - now)
 
 
 if sys.version_info >= (3, 11):

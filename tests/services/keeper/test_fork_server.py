@@ -2,7 +2,6 @@
 
 import os
 import re
-import select
 import signal
 from contextlib import suppress
 from pathlib import Path
@@ -10,6 +9,7 @@ from pathlib import Path
 import psutil
 import pytest
 from support.keeper import SECONDS, Run, keeper
+from support.readable import is_readable
 
 from services.keeper.fork_server import NAME
 
@@ -61,7 +61,7 @@ def test_nothing_is_left_when_the_keeper_ends(tmp_path: Path) -> None:
         descriptor = os.pidfd_open(servers_of(run)[0].pid)
         run.popen.terminate()
         assert run.ended() == 0
-    assert select.select([descriptor], [], [], SECONDS)[0]
+    assert is_readable(descriptor, SECONDS)
 
 
 def test_a_keeper_that_is_killed_takes_the_forked_process_and_the_server_with_it(tmp_path: Path) -> None:
@@ -70,7 +70,7 @@ def test_a_keeper_that_is_killed_takes_the_forked_process_and_the_server_with_it
         assert len(descriptors) == 2
         run.popen.kill()
         for descriptor in descriptors:
-            assert select.select([descriptor], [], [], SECONDS)[0]
+            assert is_readable(descriptor, SECONDS)
 
 
 @pytest.mark.parametrize("name", ["SIGKILL", "SIGSTOP"])
@@ -98,7 +98,7 @@ def test_a_process_that_a_hanging_server_forks_too_late_takes_no_part(tmp_path: 
         second = run.pid(1)
         descriptor = os.pidfd_open(server.pid)
         server.resume()
-        assert select.select([descriptor], [], [], SECONDS)[0]
+        assert is_readable(descriptor, SECONDS)
         run.until(lambda _: _workers(run) == {second})
         run.popen.terminate()
         run.ended()

@@ -2,7 +2,6 @@
 
 import os
 import re
-import select
 import signal
 import subprocess
 import sys
@@ -12,6 +11,7 @@ from pathlib import Path
 import pytest
 from support.cluster.processes import ROOT
 from support.keeper import SECONDS, keeper
+from support.readable import is_readable
 
 from services.keeper import client
 from services.keeper.messages import Answer, KeeperLost, pair, send
@@ -194,7 +194,7 @@ def test_a_worker_whose_keeper_is_killed_ends(tmp_path: Path) -> None:
         pid = run.pid(0)
         descriptor = os.pidfd_open(pid)
         run.popen.kill()
-        assert select.select([descriptor], [], [], SECONDS)[0]
+        assert is_readable(descriptor, SECONDS)
 
 
 @pytest.mark.parametrize("words", ["watch:600+stop", "stop"])
@@ -205,7 +205,7 @@ def test_a_stopped_worker_whose_keeper_is_killed_ends_too(tmp_path: Path, words:
         while Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "T":
             time.sleep(0.01)
         run.popen.kill()
-        assert select.select([descriptor], [], [], SECONDS)[0]
+        assert is_readable(descriptor, SECONDS)
 
 
 def test_a_start_that_hangs_is_killed_and_counts_as_a_failure(tmp_path: Path) -> None:

@@ -2,7 +2,6 @@
 
 import asyncio
 import os
-import select
 import socket
 import subprocess
 import sys
@@ -11,6 +10,7 @@ from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 
 import pytest
+from support.readable import is_readable
 
 from services.transports.base import TransportUnavailable
 from services.transports.descriptors import DescriptorOffer, fetch_descriptor
@@ -197,7 +197,7 @@ async def test_many_readers_that_come_at_once_are_all_served_and_hold_the_event_
         readers = [connected(offer.name, offer.secret) for _ in range(_MANY)]
         turns = 0
         for reader in readers:
-            while not select.select([reader], [], [], 0)[0]:
+            while not is_readable(reader):
                 await asyncio.sleep(0)
                 turns += 1
             with reader:

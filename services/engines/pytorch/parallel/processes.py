@@ -154,7 +154,9 @@ def _end(pidfd: int) -> None:
     try:
         with suppress(ProcessLookupError):
             signal.pidfd_send_signal(pidfd, signal.SIGKILL)
-        if not select.select([pidfd], [], [], _KILL_SECONDS)[0]:
+        poll = select.poll()  # `select` knows no descriptor beyond 1,023
+        poll.register(pidfd, select.POLLIN)
+        if not poll.poll(_KILL_SECONDS * 1000):
             raise EngineFailed("a rank of the worker's last process does not end")
     finally:
         os.close(pidfd)
