@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from discovery.record import WorkerRecord
+from router.admission.quota_state import QuotaNeed, TenantQuota
+from router.admission.quota_waits import QuotaWaits
 from router.workers.members import Members
 from simulation.entropy import Time
 from simulation.invariants.base import Invariant, engine_of, running_at
@@ -124,18 +126,27 @@ class ViewsAreFresh(Invariant):
 
 
 class QuotasHold(Invariant):
-    """All routers together admit no more of a tenant's requests than its rate and its burst allow."""
+    """All routers together admit no more of a tenant's requests than its rate and its burst allow.
+
+    A request is admitted when its wait for the quota is over, which may be long after it came.
+    """
 
     def __init__(self, world: Any) -> None:
         super().__init__(world)
         self._admitted: dict[str, list[float]] = {}
 
-    def ended(self, result: Any) -> None:
-        if self.world.plan.fleet.has_quotas and result.asked.tenant in TENANTS and result.ids:
-            self._admitted.setdefault(result.asked.tenant, []).append(result.started)
+    def install(self) -> None:
+        use, admitted = QuotaWaits.use, self._admitted
+
+        async def using(waits: QuotaWaits, tenant: TenantQuota, need: QuotaNeed, within_seconds: float) -> None:
+            await use(waits, tenant, need, within_seconds)
+            if need.requests and tenant.name in TENANTS:
+                admitted.setdefault(tenant.name, []).append(Time.now)
+
+        QuotaWaits.use = using  # type: ignore[method-assign]
 
     def end(self) -> None:
-        if self.world.plan.faults:
+        if self.world.plan.faults or not self.world.plan.fleet.has_quotas:
             return
         rate, routers = self.world.plan.fleet.requests_per_second, self.world.plan.fleet.routers
         for tenant, times in self._admitted.items():
