@@ -1,4 +1,4 @@
-"""Whether a descriptor has something to read: `select.select` knows none beyond 1,023, which tests may have."""
+"""A wait for something to read, by poll: `select.select` knows no descriptor beyond 1,023, and tests may have more."""
 
 import select
 import socket
