@@ -31,7 +31,7 @@ async def _no_blocks_are_used(running: Fleet) -> None:
 
 
 @pytest.mark.timeout(3000 if _FULL else 400)
-@pytest.mark.parametrize("case", sampled(_CASES, [("one", False), ("apart", True)], _name))
+@pytest.mark.parametrize("case", sampled(_CASES, [("apart", True)], _name))
 async def test_workers_that_are_killed_lose_no_stream(
     case: tuple[Shape, bool], shared_etcd: EtcdServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
