@@ -5,7 +5,7 @@ import os
 import shutil
 import signal
 from collections.abc import AsyncIterator, Iterator, Sequence
-from contextlib import ExitStack, asynccontextmanager
+from contextlib import ExitStack, asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -59,6 +59,19 @@ class Deployment:
 
 @pytest.fixture
 def deployment(tmp_path: Path) -> Iterator[Deployment]:
+    with _deployed(tmp_path) as started:
+        yield started
+
+
+@pytest.fixture(scope="module")
+def shared_deployment(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployment]:
+    """For tests that leave it with a worker that was started again and serves, whose metrics have begun at zero."""
+    with _deployed(tmp_path_factory.mktemp("shared")) as started:
+        yield started
+
+
+@contextmanager
+def _deployed(tmp_path: Path) -> Iterator[Deployment]:
     # A copy, so that a test may change it.
     model = shutil.copytree(DEMO, tmp_path / "model")
     shared = [f"registry={{kind: file, folder: {tmp_path / 'registry'}}}", "namespace=test", "drain_seconds=5"]
@@ -120,7 +133,8 @@ def _begins(found: Sequence[Answer], expected: Sequence[Answer], tokens: int = _
 
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("death", sampled(_DEATHS, [signal.SIGSTOP], lambda death: death.name))
-async def test_streams_go_on_when_their_worker_dies(deployment: Deployment, death: signal.Signals) -> None:
+async def test_streams_go_on_when_their_worker_dies(shared_deployment: Deployment, death: signal.Signals) -> None:
+    deployment = shared_deployment
     async with _calls(deployment) as stub:
         expected = await _undisturbed(stub)
         running = asyncio.create_task(_answers(stub))
@@ -141,12 +155,13 @@ async def test_streams_go_on_when_their_worker_dies(deployment: Deployment, deat
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("death", sampled(_DEATHS, [signal.SIGKILL], lambda death: death.name))
 async def test_kept_streams_go_on_with_all_their_kv_in_the_next_process(
-    deployment: Deployment, death: signal.Signals
+    shared_deployment: Deployment, death: signal.Signals
 ) -> None:
-    requests = _requests(keep_seconds=60)
+    deployment, requests = shared_deployment, _requests(keep_seconds=60)
     async with _calls(deployment) as stub:
         expected = await _undisturbed(stub)
         await until(lambda: _used_blocks(deployment) == 0)  # a report may still count those
+        attached = _attached(deployment)
         running = asyncio.create_task(_answers(stub, requests))
         await until(lambda: _have_tokens(deployment))
         os.kill(deployment.worker.pid, death)
@@ -156,13 +171,13 @@ async def test_kept_streams_go_on_with_all_their_kv_in_the_next_process(
         assert found.sum("baton_recovered_decodes_total", outcome="whole") == len(requests)
         assert found.sum("baton_recovered_decodes_total", outcome="damaged") == 0
         assert found.sum("baton_worker_prompt_tokens_total") == 0  # none was computed again
-        assert scrape(deployment.router_metrics).sum("baton_router_reattachments_total", result="attached") == 6
+        assert _attached(deployment) == attached + len(requests)
         await until(lambda: _used_blocks(deployment) == 0)
 
 
 @pytest.mark.timeout(300)
-async def test_an_upgrade_in_place_ends_no_stream_and_computes_nothing_twice(deployment: Deployment) -> None:
-    requests = _requests(keep_seconds=60, tokens=_TOKENS_AMID_AN_UPGRADE)
+async def test_an_upgrade_in_place_ends_no_stream_and_computes_nothing_twice(shared_deployment: Deployment) -> None:
+    deployment, requests = shared_deployment, _requests(keep_seconds=60, tokens=_TOKENS_AMID_AN_UPGRADE)
     async with _calls(deployment) as stub, AsyncClient(deployment.router.address) as client:
         expected = await _undisturbed(stub)
         await until(lambda: _used_blocks(deployment) == 0)
@@ -236,6 +251,10 @@ def _is_amid(deployment: Deployment) -> bool:
 def _have_tokens(deployment: Deployment) -> bool:
     """True if all run, and have more blocks than their prompts take: one that is killed before has only its ids."""
     return _is_amid(deployment) and _used_blocks(deployment) >= _BLOCKS_AMID * len(_PROMPTS)
+
+
+def _attached(deployment: Deployment) -> float:
+    return scrape(deployment.router_metrics).sum("baton_router_reattachments_total", result="attached")
 
 
 def _used_blocks(deployment: Deployment) -> float:
