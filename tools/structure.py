@@ -44,6 +44,7 @@ CLAUSE = re.compile(
 )
 
 Graph = Mapping[str, set[str]]
+Statement = ast.Module | ast.stmt | ast.ExceptHandler | ast.match_case
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +55,11 @@ class Module:
     path: Path
     tree: ast.Module
     lines: int
+
+    @property
+    def imports(self) -> Iterator[ast.Import | ast.ImportFrom]:
+        """Its import statements, at every depth."""
+        return (node for node in statements(self.tree) if isinstance(node, ast.Import | ast.ImportFrom))
 
 
 def main() -> None:
@@ -82,6 +88,16 @@ def read(root: Path, packages: Sequence[str] = PACKAGES) -> dict[str, Module]:
                 name = ".".join(path.relative_to(root).with_suffix("").parts).removesuffix(".__init__")
                 found[name] = Module(name, path, ast.parse(text), len(text.splitlines()))
     return found
+
+
+def statements(tree: ast.Module) -> Iterator[Statement]:
+    """The tree and its statements at every depth, without their expressions, which are most of a tree."""
+    waiting: list[Statement] = [tree]
+    while waiting:
+        node = waiting.pop()
+        yield node
+        for field in ("body", "handlers", "orelse", "finalbody", "cases"):
+            waiting += getattr(node, field, ())
 
 
 def sizes(modules: Mapping[str, Module]) -> Iterator[str]:
@@ -121,10 +137,10 @@ def circles(modules: Mapping[str, Module], shows: bool) -> Iterator[str]:
 def imported(module: Module, modules: Mapping[str, Module]) -> set[str]:
     """The product's modules that one imports; a package's `__init__` counts only where nothing below it is meant."""
     found = set()
-    for node in ast.walk(module.tree):
+    for node in module.imports:
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names if alias.name in modules}
-        elif isinstance(node, ast.ImportFrom) and node.module:
+        elif node.module:
             below = {f"{node.module}.{alias.name}" for alias in node.names}
             inside = below & set(modules)
             found |= inside or ({node.module} & set(modules))
@@ -217,7 +233,7 @@ class Classes:
         nodes = [
             (each.name, node)
             for each in modules.values()
-            for node in ast.walk(each.tree)
+            for node in statements(each.tree)
             if isinstance(node, ast.ClassDef)
         ]
         bases = {node.name: set(map(name_of, node.bases)) for _, node in nodes}
@@ -239,8 +255,8 @@ def users(seam: str, module: str, modules: Mapping[str, Module]) -> set[str]:
     naming = {
         each.name
         for each in modules.values()
-        if any(isinstance(node, ast.ImportFrom) and node.module == module for node in ast.walk(each.tree))
-        and any(isinstance(node, ast.alias) and node.name == seam for node in ast.walk(each.tree))
+        if any(isinstance(node, ast.ImportFrom) and node.module == module for node in each.imports)
+        and any(alias.name == seam for node in each.imports for alias in node.names)
     }
     return naming | {module}
 
@@ -296,7 +312,7 @@ def clause_first(modules: Mapping[str, Module]) -> tuple[int, list[str]]:
     documented = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
     total, wrong = 0, []
     for module in modules.values():
-        for node in ast.walk(module.tree):
+        for node in statements(module.tree):
             text = ast.get_docstring(node) if isinstance(node, documented) else None
             total += text is not None
             if text and CLAUSE.match(text):
