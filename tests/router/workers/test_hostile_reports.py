@@ -10,10 +10,11 @@ import pytest
 from google.protobuf import descriptor
 from google.protobuf.message import Message
 from support.clients.scraping import sample, since
+from support.clients.worker_calls import calls_to, decode_request
 from support.cluster.in_process import DECODE, FAST_ROUTER, PREFILL, Bench, bench, simulated
 from support.eventually import eventually
 from support.router.worker_views import worker as record_of
-from support.servers.tampering import Reply, tampered
+from support.servers.tampering import Reply, Tampered, tampered
 
 from baton.engine.v1 import worker_pb2, worker_pb2_grpc
 from baton.errors import InvalidRequest
@@ -59,6 +60,13 @@ async def serves(running: Bench) -> None:
     assert len((await running.generate(**REQUEST)).token_ids) == 3
 
 
+async def stores_blocks(worker: Tampered) -> None:
+    """The worker computes a prompt, and so has KV events to send at once."""
+    assert worker.worker is not None
+    async with calls_to(worker.worker.address) as calls:
+        await calls.decode(decode_request())
+
+
 @pytest.mark.parametrize("name", EVENTS)
 async def test_kv_events_that_a_worker_may_not_send_end_its_subscription_only(name: str) -> None:
     def changed(reply: Event) -> Iterator[Reply]:
@@ -73,6 +81,7 @@ async def test_kv_events_that_a_worker_may_not_send_end_its_subscription_only(na
             views = {one.worker_id: one.cache_view for one in await running.list_workers()}
             broken.changes["SubscribeKvEvents"] = changed
             await serves(running)
+            await stores_blocks(broken)
             await eventually(lambda: faults.grown > 0)
             assert sample("baton_router_lost_report_streams", reports="kv_events") == 1
             views = {one.worker_id: one.cache_view for one in await running.list_workers()}
@@ -126,6 +135,7 @@ async def test_more_blocks_than_a_worker_has_end_its_subscription() -> None:
         async with tampered(running, small, multiplexed=True) as broken:
             await eventually(lambda: running.cluster.workers[-1].load.blocks_total > 0)
             broken.changes["SubscribeKvEvents"] = changed
+            await stores_blocks(broken)
             await eventually(lambda: faults.grown > 0)
         await serves(running)
 
