@@ -15,8 +15,8 @@ from router.qos import RequestQos
 from router.resume.finding import StreamFinder
 from router.resume.handle import Continued, Handle, Keep, answer_call_id, owner_sha256
 from router.telemetry import metrics
-from router.workers.calls import AdoptedDecode
 from router.workers.cluster import Cluster
+from router.workers.decode_calls import AdoptedDecode
 from router.workers.handle import WorkerHandle
 from router.workers.replies import check_attached
 from rpc.auth.caller import current_caller
