@@ -257,6 +257,7 @@ check: $(STUBS) ## Everything that CI runs; the lint, of which most is one proce
 test-grpcio: $(STUBS) ## Run the tests of rpc on grpcio's server, too
 	@$(MAKE) --no-print-directory test TESTS="tests/rpc tests/engine_protocol -m 'not slow'" SERVER=grpcio
 
+check-all: export BATON_DASHBOARD_ROUNDS := 60
 check-all: lint ## Everything: also slow tests, on both servers, all faults, and fuzzing in full (hours)
 	@$(MAKE) --no-print-directory test ALL=1 SERVER=grpcio
 	@$(MAKE) --no-print-directory test ALL=1 SERVER=http2
