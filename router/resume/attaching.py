@@ -53,7 +53,7 @@ class ResumeRequest:
         return owner_sha256(caller.name if caller else "", self.qos.tenant)
 
     @property
-    def cancelled(self) -> decode_pb2.CancelledAnswer:
+    def cancelled_answer(self) -> decode_pb2.CancelledAnswer:
         """The answers as workers know them."""
         return decode_pb2.CancelledAnswer(secret_sha256=self.handle.secret_sha256, owner_sha256=self.owner)
 
@@ -223,7 +223,7 @@ class Attacher:
         for _ in range(_MOST_LOOKS):
             try:
                 # All answers have one secret: with the first one the others are told of, too.
-                found = await self.peek(answer, request, [request.cancelled] if not answer else ())
+                found = await self.peek(answer, request, [request.cancelled_answer] if not answer else ())
             except StreamLost:
                 break
             record = found.record

@@ -13,7 +13,7 @@ from baton.calls import unary
 from baton.engine.v1 import decode_pb2
 from baton.errors import Cancelled, StreamLost
 from baton.inference.v1 import generate_pb2
-from router.resume.attaching import Adopted, Attacher, ResumeRequest
+from router.resume.attaching import Adopted, Attacher
 from router.resume.handle import Handle
 from router.workers.calls import WorkerCalls
 from services.resume.streams import KeptStreams
@@ -33,8 +33,8 @@ class _Interrupted:
         self.has_looked, self.may_go_on = asyncio.Event(), asyncio.Event()
         peek = Attacher.peek
 
-        async def interrupted(attacher: Attacher, answer: int, request: ResumeRequest) -> Adopted:
-            found = await peek(attacher, answer, request)
+        async def interrupted(*arguments: Any) -> Adopted:
+            found = await peek(*arguments)
             self.has_looked.set()
             await self.may_go_on.wait()
             return found
