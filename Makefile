@@ -106,7 +106,7 @@ TRANSCODING := deploy/envoy/descriptors.binpb
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help install protos docs envoy up down status logs doctor test test-grpcio faults gpu vllm vllm-faults vllm-install bench eval eval-install bench-router bench-long-prompts bench-routing images compose containers wheel compiled dashboards clients web fuzz fuzz-http2 simulate shrink mutants soak lint check format clean check-all mutations
+.PHONY: help install protos docs envoy up engines down status logs doctor test test-grpcio faults gpu vllm vllm-faults vllm-install bench eval eval-install bench-router bench-long-prompts bench-routing images compose containers wheel compiled dashboards clients web fuzz fuzz-http2 simulate shrink mutants soak lint check format clean check-all mutations
 
 help: ## List all tasks
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## /{printf "  make %-10s %s\n", $$1, $$2}' Makefile
@@ -134,6 +134,10 @@ $(TRANSCODING): $(STUBS) deploy/envoy/http_rules.yaml tools/transcoding.py
 
 up: $(STUBS) $(if $(ENVOY),$(TRANSCODING)) ## Start etcd, the workers and a router here, and wait for a first completion
 	@$(BIN)/baton up $(strip $(UP))
+
+# `mock` is another name of the simulated engine.
+engines: ## Start N workers that run whole requests, and a router: ENGINE=mock (the default), pytorch or vllm
+	@$(MAKE) --no-print-directory up MODE=agg DECODE=$(or $(N),1) ENGINE=$(patsubst mock,simulated,$(or $(ENGINE),mock))
 
 down: ## Stop everything that `make up` started
 	@test ! -x $(BIN)/baton || $(BIN)/baton down
@@ -257,6 +261,7 @@ check: $(STUBS) ## Everything that CI runs; the lint, of which most is one proce
 test-grpcio: $(STUBS) ## Run the tests of rpc on grpcio's server, too
 	@$(MAKE) --no-print-directory test TESTS="tests/rpc tests/engine_protocol -m 'not slow'" SERVER=grpcio
 
+check-all: export BATON_DASHBOARD_ROUNDS := 60
 check-all: lint ## Everything: also slow tests, on both servers, all faults, and fuzzing in full (hours)
 	@$(MAKE) --no-print-directory test ALL=1 SERVER=grpcio
 	@$(MAKE) --no-print-directory test ALL=1 SERVER=http2

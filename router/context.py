@@ -6,6 +6,7 @@ The requests that run, of all kinds: listed, traced, measured, and ended by thei
 import asyncio
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, field, replace
+from hmac import compare_digest
 from typing import Any
 
 import structlog
@@ -215,6 +216,11 @@ class ContextFactory:
         """The tenant and priority of a call. Raises InvalidRequest."""
         return self._qos(call.invocation_metadata(), current_caller())
 
+    def read_asker(self, call: Any) -> Caller | None:
+        """The caller under the name of its tenant, by which its requests are its own. Raises InvalidRequest."""
+        caller = current_caller()
+        return None if caller is None else replace(caller, name=self.read_qos(call).tenant)
+
     def _qos(self, metadata: Metadata | None, caller: Caller | None) -> RequestQos:
         qos = RequestQos.read(metadata, caller, self.proxies)
         is_own = caller is not None or self.unauthenticated.has_account(qos.tenant)
@@ -222,10 +228,11 @@ class ContextFactory:
 
 
 class RequestTable:
-    """The running requests. Ids are unique among those of one caller."""
+    """The running requests. Ids are unique among those of one tenant, and among all without authentication."""
 
     def __init__(self) -> None:
-        self._running: dict[tuple[Caller | None, str], RequestContext] = {}
+        self._running: dict[tuple[str | None, str], RequestContext] = {}
+        self._kept: dict[str, RequestContext] = {}  # those with a handle, by its call id
 
     def __len__(self) -> int:
         return len(self._running)
@@ -235,30 +242,46 @@ class RequestTable:
 
         A request that goes on with answers takes the place of the one that it goes on with, which may still run.
         """
-        key = ctx.caller, ctx.request_id
+        key = _key(ctx)
         if key in self._running and not (ctx.keep is not None and ctx.keep.is_resumed):
             raise RequestExists(f"a request {ctx.request_id!r} is running")
         self._running[key] = ctx
+        if ctx.keep is not None:
+            self._kept[ctx.keep.handle.call_id] = ctx
 
     def remove(self, ctx: RequestContext) -> None:
         """Notes that nothing of a request runs here any more."""
-        key = ctx.caller, ctx.request_id
+        key = _key(ctx)
         if self._running.get(key) is ctx:
             del self._running[key]
+        if ctx.keep is not None and self._kept.get(ctx.keep.handle.call_id) is ctx:
+            del self._kept[ctx.keep.handle.call_id]
         ctx.cancellation.close()
 
-    def find(self, request_id: str, caller: Caller | None) -> Sequence[RequestContext]:
-        """The caller's own request with this id; for operators, all with this id. Raises RequestNotFound.
+    def find_kept(self, handle: Handle) -> RequestContext | None:
+        """The request that has this handle, if it runs here. Its owner is for the caller to check."""
+        ctx = self._kept.get(handle.call_id)
+        if ctx is None or ctx.keep is None or not compare_digest(ctx.keep.handle.secret, handle.secret):
+            return None
+        return ctx
 
-        Without authentication every caller sees all requests.
+    def find(self, request_id: str, caller: Caller | None) -> Sequence[RequestContext]:
+        """The request with this id of the tenant that the caller is named after; for operators, all with this id.
+
+        Without authentication every caller sees all requests. Raises RequestNotFound.
         """
-        if own := self._running.get((caller, request_id)):
+        if own := self._running.get((caller.name if caller else None, request_id)):
             return [own]
         sees_all = caller is None or caller.role == "operator"
         found = [ctx for ctx in self._running.values() if ctx.request_id == request_id and sees_all]
         if not found:
             raise RequestNotFound(f"no request {request_id!r} runs here")
         return found
+
+
+def _key(ctx: RequestContext) -> tuple[str | None, str]:
+    # Not the caller: a tenant may have several credentials, and a proxy several tenants.
+    return ctx.qos.tenant if ctx.caller else None, ctx.request_id
 
 
 def _new_ids() -> str:

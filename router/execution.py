@@ -22,7 +22,8 @@ from router.routing.policy import Placement
 from router.stream.writer import StreamWriter
 from router.telemetry import metrics
 from router.text.completion import Completion, Finish
-from router.workers.calls import RETRYABLE, AdoptedDecode, DecodeCall
+from router.workers.calls import RETRYABLE
+from router.workers.decode_calls import AdoptedDecode, DecodeCall
 from router.workers.destinations import DestinationLost, Prefetch, allocates_first, report_loan
 from router.workers.handle import WorkerHandle
 from router.workers.loras import named

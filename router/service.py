@@ -22,7 +22,6 @@ from router.resume.handle import Handle
 from router.resume.resumer import Resumer
 from router.stream.collector import UnaryCollector
 from router.workers.offer import DeploymentOffer, model_message, model_messages
-from rpc.auth.caller import current_caller
 
 Context = aio.ServicerContext[Any, Any]
 
@@ -66,7 +65,7 @@ class InferenceServicer(inference_service_pb2_grpc.InferenceServiceServicer):
         if request.handle:
             await self._resumer.cancel(Handle.parse(request.handle), self._path.contexts.read_qos(context))
             return generate_pb2.CancelGenerationResponse()
-        requests, caller = self._path.running.table, current_caller()
+        requests, caller = self._path.running.table, self._path.contexts.read_asker(context)
         receipts = await stop_everywhere(requests, self._siblings, request.request_id, caller)
         return generate_pb2.CancelGenerationResponse(receipts=receipts)
 

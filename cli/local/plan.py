@@ -24,6 +24,8 @@ ROOT = Path(__file__).resolve().parents[2]
 HOST = "127.0.0.1"
 NAMESPACE = "local"
 DRAIN_SECONDS = 3
+# Between the starts of vLLM's processes: each looks for free ports, which another one that starts then finds free, too.
+STAGGER_SECONDS = 2.0
 # Envoy checks a router's health every second; a router that shuts down then has time to finish its requests.
 PATIENCE_BEFORE_ENVOY = ("announce_seconds=2", "drain_seconds=60")
 SIMULATED_IMAGE_TOKENS = 16
@@ -67,7 +69,7 @@ class ProcessPlan(BaseModel):
     """One process: its command line and its addresses. `metrics` is empty if it serves none.
 
     `gpu` is the only GPU that it sees, by index or UUID; empty means all. `otlp` is where it receives spans, `openai`
-    where it serves OpenAI's API.
+    where it serves OpenAI's API. It is started so many seconds after the first ones.
     """
 
     model_config = ConfigDict(frozen=True)
@@ -80,6 +82,7 @@ class ProcessPlan(BaseModel):
     gpu: str = ""
     otlp: str = ""
     openai: str = ""
+    starts_after_seconds: float = 0.0
 
 
 class ClusterPlan(BaseModel):
@@ -132,6 +135,8 @@ def plan(options: ClusterOptions, folder: Path) -> ClusterPlan:
         )
         for role, number in workers
     ]
+    if options.engine == "vllm":
+        servers = [_later(each, index * STAGGER_SECONDS) for index, each in enumerate(servers)]
     patience = PATIENCE_BEFORE_ENVOY if options.envoy else ()
     records = ("records.failed=true", "records.asked=true")
     of_routers = [*shared, *patience, *records, f"processes={options.router_processes}"]
@@ -166,6 +171,10 @@ def _worker(role: Role, number: int, python: str, overrides: Sequence[str], gpu:
     own = [f"roles=[{role}]", f"worker_id={name}", *addresses]
     command = _python("services", config, [*own, *overrides], python)
     return ProcessPlan(name=name, role=role, address=address, command=command, metrics=metrics, gpu=gpu)
+
+
+def _later(worker: ProcessPlan, seconds: float) -> ProcessPlan:
+    return worker.model_copy(update={"starts_after_seconds": seconds})
 
 
 def _router(number: int, overrides: Sequence[str], openai_port: int) -> ProcessPlan:

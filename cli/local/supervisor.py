@@ -59,6 +59,7 @@ class Keeper:
     async def _keep(self, plan: ProcessPlan) -> None:
         state = ProcessState.of(plan)
         backoff = FIRST_BACKOFF_SECONDS
+        await asyncio.sleep(plan.starts_after_seconds)
         while True:
             started = time.monotonic()
             state = await self._run(plan, state)

@@ -11,8 +11,8 @@ from baton.inference.v1 import generate_pb2, sampling_pb2
 from router.decoding.state import ExecutionState, HeldHandoff
 from router.moving.decodes import ReadDecode, Yielded
 from router.routing.latency import DecodeTimer
-from router.workers.calls import DecodeCall
 from router.workers.cancellation import abort_unanswered
+from router.workers.decode_calls import DecodeCall
 from router.workers.destinations import report_loan
 from router.workers.handle import WorkerHandle
 from router.workers.replies import check_yielded, reported_logprobs

@@ -15,8 +15,8 @@ from router.qos import RequestQos
 from router.resume.finding import StreamFinder
 from router.resume.handle import Continued, Handle, Keep, answer_call_id, owner_sha256
 from router.telemetry import metrics
-from router.workers.calls import AdoptedDecode
 from router.workers.cluster import Cluster
+from router.workers.decode_calls import AdoptedDecode
 from router.workers.handle import WorkerHandle
 from router.workers.replies import check_attached
 from rpc.auth.caller import current_caller
@@ -51,6 +51,11 @@ class ResumeRequest:
         """The digest of the answers' owner."""
         caller = current_caller()
         return owner_sha256(caller.name if caller else "", self.qos.tenant)
+
+    @property
+    def cancelled_answer(self) -> decode_pb2.CancelledAnswer:
+        """The answers as workers know them."""
+        return decode_pb2.CancelledAnswer(secret_sha256=self.handle.secret_sha256, owner_sha256=self.owner)
 
     def keep(self, seconds: float, handle: Handle, origin: bytes = b"", *, is_partly_lost: bool = False) -> Keep:
         """The client's parts, for the contexts of its answers."""
@@ -174,10 +179,15 @@ class Attacher:
         attached.read_tokens = min(attached.read_tokens, len(attached.token_ids))
         return Adopted(record, AdoptedDecode(worker, attached, call))
 
-    async def peek(self, answer: int, request: ResumeRequest) -> Adopted:
-        """The state of an answer, as its worker tells it; its reader goes on. Raises StreamLost."""
+    async def peek(
+        self, answer: int, request: ResumeRequest, cancelled: Sequence[decode_pb2.CancelledAnswer] = ()
+    ) -> Adopted:
+        """The state of an answer, as its worker tells it; its reader goes on. Raises StreamLost.
+
+        With `cancelled` answers no worker begins a decode of one any more.
+        """
         call_id = answer_call_id(request.handle.call_id, answer)
-        workers = await self._finder.find([call_id], request.handle)
+        workers = await self._finder.find([call_id], request.handle, cancelled)
         if call_id not in workers:
             raise StreamLost("nothing is left of this answer")
         return await self._look(answer, workers[call_id], request)
@@ -192,7 +202,10 @@ class Attacher:
             return self._adopted(worker, asked, await first_of(call), None)
 
     async def cancel_all(self, request: ResumeRequest) -> None:
-        """Ends all answers, wherever they are, and whichever router reads them. Raises StreamLost if there is none."""
+        """Ends all answers, wherever they are, and whichever router reads them. Raises StreamLost if there is none.
+
+        One whose router is between two workers ends with its next decode, in that case too.
+        """
         first = await self._cancel(0, request)
         # Of an answer that is lost, the others may go on.
         others = range(1, first.answers if first else self._max_answers)
@@ -209,7 +222,8 @@ class Attacher:
         record = None
         for _ in range(_MOST_LOOKS):
             try:
-                found = await self.peek(answer, request)
+                # All answers have one secret: with the first one the others are told of, too.
+                found = await self.peek(answer, request, [request.cancelled_answer] if not answer else ())
             except StreamLost:
                 break
             record = found.record

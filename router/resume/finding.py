@@ -39,9 +39,10 @@ class _Answers:
 
 @dataclass(slots=True, eq=False)
 class _Question:
-    """The ids that are asked for together, and who has them."""
+    """The ids that are asked for together, the cancelled ones of their answers, and who has them."""
 
     call_ids: dict[str, None] = field(default_factory=dict)
+    cancelled: list[decode_pb2.CancelledAnswer] = field(default_factory=list)
     answers: "asyncio.Task[_Answers] | None" = None
 
 
@@ -52,11 +53,16 @@ class StreamFinder:
         self._cluster = cluster
         self._next: _Question | None = None
 
-    async def find(self, call_ids: Sequence[str], handle: Handle) -> dict[str, WorkerHandle]:
-        """The worker of each answer that one has; of several, that of the latest decode, or of the most tokens."""
+    async def find(
+        self, call_ids: Sequence[str], handle: Handle, cancelled: Sequence[decode_pb2.CancelledAnswer] = ()
+    ) -> dict[str, WorkerHandle]:
+        """The worker of each answer that one has; of several, that of the latest decode, or of the most tokens.
+
+        All workers are told of `cancelled` answers.
+        """
         found: dict[str, list[Found]] = {}
         for _ in range(_ROUNDS):
-            answers = await self._answers(call_ids)
+            answers = await self._answers(call_ids, cancelled)
             found = answers.found
             may_have = [one for one in answers.silent if len(call_ids) > 1 or handle.hints_at(one.record.worker_id)]
             if all(call_id in found for call_id in call_ids) or all(worker.problem for worker in may_have):
@@ -66,26 +72,27 @@ class StreamFinder:
         }
         return {call_id: one.worker for call_id, one in best.items()}
 
-    async def _answers(self, call_ids: Sequence[str]) -> _Answers:
+    async def _answers(self, call_ids: Sequence[str], cancelled: Sequence[decode_pb2.CancelledAnswer]) -> _Answers:
         question = self._next
         if question is None:
             question = self._next = _Question()
             question.answers = asyncio.create_task(self._ask(question))
         question.call_ids.update(dict.fromkeys(call_ids))
+        question.cancelled.extend(cancelled)
         assert question.answers is not None
         return await asyncio.shield(question.answers)
 
     async def _ask(self, question: _Question) -> _Answers:
         await asyncio.sleep(_TOGETHER_SECONDS)
         self._next = None
-        request = decode_pb2.FindStreamsRequest(request_ids=question.call_ids)
+        request = decode_pb2.FindStreamsRequest(request_ids=question.call_ids, cancelled=question.cancelled)
         workers = [worker for worker in self._cluster.workers if KEEPS_STREAMS in worker.record.capabilities]
         answers = _Answers()
         await self._ask_all([worker for worker in workers if not worker.problem], request, answers)
         others = [worker for worker in workers if worker.problem]
         # What has yielded may go on at one of those.
         settled = [streams for streams in answers.found.values() if not all(one.has_yielded for one in streams)]
-        if others and len(settled) < len(question.call_ids):
+        if others and (question.cancelled or len(settled) < len(question.call_ids)):
             await self._ask_all(others, request, answers)
         return answers
 

@@ -10,7 +10,7 @@ from router.decoding.state import ExecutionState
 from router.resume.attaching import first_of
 from router.resume.record import owner_of
 from router.telemetry import metrics
-from router.workers.calls import AdoptedDecode
+from router.workers.decode_calls import AdoptedDecode
 from router.workers.handle import WorkerHandle
 from router.workers.replies import check_attached
 from runtime.aio import timeout

@@ -25,6 +25,7 @@ from router.qos import RequestQos
 from router.resume.attaching import Adopted, Answer, Attacher, Lost, ResumeRequest, first_adopted, known_of
 from router.resume.execution import ResumedExecution
 from router.resume.handle import Handle, keep_seconds
+from router.resume.record import owner_of
 from router.resume.replay import ReplayedCompletion
 from router.stream.writer import StreamWriter
 from router.telemetry import metrics
@@ -119,7 +120,14 @@ class Resumer:
     async def cancel(self, handle: Handle, qos: RequestQos) -> None:
         """Ends a kept answer, wherever it is. Raises StreamLost."""
         request = ResumeRequest(generate_pb2.ResumeGenerationRequest(), handle, qos, None)
-        await self._attacher.cancel_all(request)
+        running = self._pipeline.running.table.find_kept(handle)
+        if running is None or owner_of(running) != request.owner:
+            await self._attacher.cancel_all(request)
+            return
+        # It may be between two workers, where none has it; and one that was lost may still have it.
+        await running.cancellation.cancel("the answer was cancelled by its handle")
+        with suppress(StreamLost):
+            await self._attacher.cancel_all(request)
 
     def _read(self, message: generate_pb2.ResumeGenerationRequest, call: Any) -> ResumeRequest:
         handle = Handle.parse(message.handle)

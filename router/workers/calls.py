@@ -3,7 +3,6 @@
 import asyncio
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from opentelemetry.trace import SpanContext, SpanKind
@@ -22,12 +21,12 @@ from baton.errors import (
     Unavailable,
 )
 from baton.inference.v1 import timing_pb2
-from engine_protocol.multiplex.separate_call import StreamingCall
 from router.context import RequestContext
 from router.recording.notes import AttemptNote
 from router.routing.policy import Placement
 from router.telemetry.stages import CallTiming, name_of
 from router.workers.cancellation import abort_unanswered
+from router.workers.decode_calls import NO_READER, AdoptedDecode, DecodeCall, KeptReader
 from router.workers.destinations import Destination, DestinationLost, prefix_source
 from router.workers.handle import WorkerHandle
 from router.workers.replies import of_this_worker
@@ -43,44 +42,6 @@ RETRYABLE = (Unavailable, Overloaded, EngineFailed)
 Answer = TypeVar("Answer")
 
 _EXECUTION_BYTES = 8
-
-
-@dataclass(frozen=True, slots=True)
-class DecodeCall:
-    """A running Decode call: the worker's responses, and the timing that takes its report."""
-
-    responses: StreamingCall[decode_pb2.DecodeResponse]
-    timing: CallTiming
-
-
-@dataclass(frozen=True, slots=True)
-class KeptReader:
-    """Which reader of which kept decode a router is: its worker obeys the last one. The first has attachment 1."""
-
-    attachment: int
-    execution: int  # see StreamKeep
-
-
-NO_READER = KeptReader(0, 0)  # of a decode that is not kept
-
-
-@dataclass(frozen=True, slots=True)
-class AdoptedDecode:
-    """A kept decode that this router has attached to: its call, whose next response is what follows `attached`."""
-
-    worker: WorkerHandle
-    attached: decode_pb2.DecodeAttached
-    responses: StreamingCall[decode_pb2.DecodeResponse]
-
-    @property
-    def hop(self) -> int:
-        """The number of decodes that the answer has had."""
-        return self.attached.hop
-
-    @property
-    def reader(self) -> KeptReader:
-        """Which reader of it this is."""
-        return KeptReader(self.attached.attachment, self.attached.execution)
 
 
 class WorkerCalls:
@@ -263,7 +224,7 @@ class WorkerCalls:
         self._keep = keep
 
     async def go_on(
-        self, adopted: "AdoptedDecode", read: Callable[[DecodeCall], Awaitable[None]], waiting: Waiting
+        self, adopted: AdoptedDecode, read: Callable[[DecodeCall], Awaitable[None]], waiting: Waiting
     ) -> None:
         """Reads a decode that runs already, for another router until now."""
         self._decodes, self.reader = adopted.hop, adopted.reader

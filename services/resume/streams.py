@@ -7,7 +7,6 @@ from contextlib import contextmanager
 from contextvars import copy_context
 from dataclasses import dataclass
 from hashlib import sha256
-from typing import Any
 
 from typing_extensions import Self
 
@@ -31,7 +30,10 @@ Own = Callable[[KeptStream], Awaitable[None]]
 _ROOM_SECONDS, _LOOK_SECONDS = 1.0, 0.25
 # What ended ones take is counted in units: small numbers are no objects of their own.
 _UNIT_BYTES = 256
+# Cancelled answers of which a decode may still come; of more the first are forgotten.
+_MOST_CANCELLED = 1024
 _NO_DIGEST = bytes(sha256().digest_size)
+_CANCELLED = "the answer was cancelled by its handle"
 
 
 @dataclass(slots=True, eq=False)
@@ -86,6 +88,7 @@ class KeptStreams:
         self._parked: dict[_Entry, None] = {}  # those that generate, the longest parked first
         self._finished: dict[_Entry, int] = {}  # the units of those that have ended, in that order
         self._finished_units = 0
+        self._cancelled: dict[bytes, None] = {}
         # Told with each load of the worker: kept up to date, so that telling it takes nothing.
         self.usage = NOTHING_KEPT
         self._look: asyncio.TimerHandle | None = None
@@ -124,11 +127,16 @@ class KeptStreams:
             self._drop(entry)
 
     async def start(self, request: decode_pb2.DecodeRequest, own: Own, seconds: float | None) -> KeptStream:
-        """Begins a decode: `own` runs it, in its own task, for `seconds` at most. One of the same id ends first."""
+        """Begins a decode: `own` runs it, in its own task, for `seconds` at most. One of the same id ends first.
+
+        Raises Cancelled if its client has cancelled it, while its router was between two workers.
+        """
         while (before := self._entries.get(request.request_id)) is not None:
             self._drop(before)
             if before.owner is not None:
                 await wait_until_done(before.owner)
+        if _digests(request.keep) in self._cancelled:
+            raise Cancelled(_CANCELLED)
         stream = self._stream(request)
         self._enter(stream, own, seconds)
         return stream
@@ -232,13 +240,17 @@ class KeptStreams:
         return True
 
     def _cancel(self, entry: _Entry) -> None:
-        entry.stop(Cancelled("the answer was cancelled by its handle"))
+        entry.stop(Cancelled(_CANCELLED))
         _free_yielded(entry.stream)
         self._drop(entry)
 
-    def find(self, request_ids: Any) -> Iterator[decode_pb2.FoundStream]:
-        """Those of these ids that are here."""
-        for request_id in request_ids:
+    def find(self, request: decode_pb2.FindStreamsRequest) -> Iterator[decode_pb2.FoundStream]:
+        """Those of these ids that are here. Cancelled answers that are not begin no more."""
+        for answer in request.cancelled:
+            self._cancelled[_digests(answer)] = None
+        while len(self._cancelled) > _MOST_CANCELLED:
+            del self._cancelled[next(iter(self._cancelled))]
+        for request_id in request.request_ids:
             if (entry := self._entries.get(request_id)) is not None:
                 stream = entry.stream
                 stream.drain()
@@ -348,6 +360,10 @@ class KeptStreams:
             self._note_usage()
             metrics.KEPT_DROPPED.labels("room").inc()
         self._look = loop.call_later(_LOOK_SECONDS, self._make_room)
+
+
+def _digests(answer: decode_pb2.StreamKeep | decode_pb2.CancelledAnswer) -> bytes:
+    return answer.secret_sha256 + answer.owner_sha256
 
 
 def _free_yielded(stream: KeptStream) -> None:

@@ -152,7 +152,7 @@ class DecodeServicer(decode_pb2_grpc.DecodeServiceServicer):
         return decode_pb2.SettleResponse(is_settled=self._kept.settle(request))
 
     async def FindStreams(self, request: decode_pb2.FindStreamsRequest, context: Any) -> decode_pb2.FindStreamsResponse:
-        return decode_pb2.FindStreamsResponse(found=self._kept.find(request.request_ids))
+        return decode_pb2.FindStreamsResponse(found=self._kept.find(request))
 
     async def Yield(self, request: decode_pb2.YieldRequest, context: Any) -> decode_pb2.YieldResponse:
         self._kept.require_reader(request)

@@ -10,6 +10,7 @@ import os
 import socket
 import struct
 from contextlib import suppress
+from functools import partial
 
 from runtime.aio import timeout, wait_until_done
 from runtime.entropy import token_bytes, token_hex
@@ -22,6 +23,8 @@ _SENT_SECONDS, _ANSWER_SECONDS = 1.0, 2
 _PAUSE_SECONDS = 0.1
 # Readers that wait at once: a flood of any user's connections takes room that the others then wait for.
 _BACKLOG = 4096
+# Accepted readers that have sent nothing yet: of more, the one that has hung the longest is left.
+_MOST_SILENT = 64
 _CREDENTIALS = struct.Struct("3i")  # process, user and group
 _TIMEVAL = struct.Struct("ll")
 
@@ -29,7 +32,7 @@ _TIMEVAL = struct.Struct("ll")
 class DescriptorOffer:
     """Hands out duplicates of a descriptor, which stays the caller's, at the socket `name`, until `close`.
 
-    It answers one reader after the other. Needs a running event loop.
+    A reader that hangs delays no other. Needs a running event loop.
     """
 
     def __init__(self, descriptor: int) -> None:
@@ -40,12 +43,15 @@ class DescriptorOffer:
         self._socket.setblocking(False)
         self._socket.bind(_address(self.name))
         self._socket.listen(_BACKLOG)
+        self._answering: dict[asyncio.Task[None], None] = {}  # the longest first
         self._task = asyncio.create_task(self._serve())
 
     async def close(self) -> None:
         """Ends the offer. What was handed out stays valid."""
-        self._task.cancel()
-        await wait_until_done(self._task)
+        tasks = [self._task, *self._answering]
+        for task in tasks:
+            task.cancel()
+        await wait_until_done(*tasks)
         self._socket.close()
         os.close(self._descriptor)
 
@@ -55,19 +61,32 @@ class DescriptorOffer:
             await asyncio.sleep(0)
             try:
                 reader, _ = await asyncio.get_running_loop().sock_accept(self._socket)
+                is_own = _user_of(reader) == os.getuid()
             except OSError:
                 await asyncio.sleep(_PAUSE_SECONDS)
                 continue
-            with reader, suppress(OSError, TimeoutError):  # a reader that has left, or hangs
-                await self._answer(reader)
+            if not is_own:
+                reader.close()
+                continue
+            if len(self._answering) >= _MOST_SILENT:
+                longest = next(iter(self._answering))
+                longest.cancel()
+                await wait_until_done(longest)
+            task = asyncio.create_task(self._answer(reader))
+            self._answering[task] = None
+            # Also runs for a task that is cancelled before it begins, which closes nothing itself.
+            task.add_done_callback(partial(self._answered, reader))
+
+    def _answered(self, reader: socket.socket, task: "asyncio.Task[None]") -> None:
+        reader.close()
+        self._answering.pop(task, None)
 
     async def _answer(self, reader: socket.socket) -> None:
-        if _user_of(reader) != os.getuid():
-            return
-        async with timeout(_SENT_SECONDS):
-            secret = await asyncio.get_running_loop().sock_recv(reader, _SECRET_BYTES)
-        if hmac.compare_digest(secret, self.secret):
-            socket.send_fds(reader, [b"\0"], [self._descriptor])
+        with suppress(OSError, TimeoutError):  # a reader that has left, or hangs
+            async with timeout(_SENT_SECONDS):
+                secret = await asyncio.get_running_loop().sock_recv(reader, _SECRET_BYTES)
+            if hmac.compare_digest(secret, self.secret):
+                socket.send_fds(reader, [b"\0"], [self._descriptor])
 
 
 def fetch_descriptor(name: str, secret: bytes) -> int:

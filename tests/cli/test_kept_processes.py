@@ -79,6 +79,18 @@ async def test_a_process_that_is_killed_is_started_again(tmp_path: Path) -> None
         assert (process.now.restarts, process.now.last_exit) == (1, -signal.SIGKILL)
 
 
+async def test_a_process_that_starts_later_is_waited_for_and_can_be_left_before(tmp_path: Path) -> None:
+    command = (sys.executable, "-c", SLEEP)
+    first = ProcessPlan(name="one", role="decode", address="", command=command)
+    later = first.model_copy(update={"name": "two", "starts_after_seconds": 0.5})
+    never = first.model_copy(update={"name": "three", "starts_after_seconds": 60.0})
+    states: list[ProcessState] = []
+    async with timeout(30), Keeper(tmp_path, states.append, {}, stop_seconds=1.0).keep([later, never, first]):
+        await eventually(lambda: len(states) == 2)
+    assert [state.name for state in states[:2]] == ["one", "two"]
+    assert states[1].started_at - states[0].started_at >= 0.4
+
+
 async def test_a_process_that_ends_at_once_is_started_ever_more_slowly(tmp_path: Path) -> None:
     async with kept(tmp_path, "pass") as process:
         await eventually(lambda: len(process.pids) == 3)

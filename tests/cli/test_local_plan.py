@@ -184,6 +184,13 @@ def test_each_worker_on_vllm_has_its_own_gpu(vllm: str, tmp_path: Path, monkeypa
     assert not any("gpu_memory_utilization" in word for server in cluster.servers for word in server.command)
 
 
+def test_workers_on_vllm_are_started_one_after_another(vllm: str, tmp_path: Path) -> None:
+    options = ClusterOptions(engine="vllm", prefill=1, decode=2, model=vllm, share_gpus=True)
+    assert [server.starts_after_seconds for server in plan(options, tmp_path).servers] == [0.0, 2.0, 4.0, 0.0]
+    simulated = plan(ClusterOptions(engine="simulated", decode=8), tmp_path)
+    assert {server.starts_after_seconds for server in simulated.servers} == {0.0}
+
+
 def test_more_workers_on_vllm_than_gpus_are_refused_unless_they_are_meant_to_share(
     vllm: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -20,6 +20,12 @@ class MultimodalEncoder:
 
     table: VersionTable
     params_type: type
+    passed: dict[str, Any]  # the arguments, without those that have their defaults
+
+    def __new__(cls, *arguments: Any, **passed: Any) -> "MultimodalEncoder":
+        made = super().__new__(cls)
+        made.passed = passed
+        return made
 
     def __init__(
         self,

@@ -35,6 +35,12 @@ def test_a_mode_reaches_the_command() -> None:
     assert "up --mode agg --prefill 3 --model models/demo\n" in make("--dry-run", "up", "MODE=agg", "PREFILL=3")
 
 
+def test_engines_is_so_many_workers_of_whole_requests() -> None:
+    for words in (["N=8", "ENGINE=mock"], ["N=8"]):
+        assert "up --mode agg --decode 8 --engine simulated" in make("--dry-run", "engines", *words)
+    assert "up --mode agg --decode 2 --engine vllm" in make("--dry-run", "engines", "N=2", "ENGINE=vllm")
+
+
 def test_down_in_a_fresh_clone_does_nothing(tmp_path: Path) -> None:
     shutil.copy(ROOT / "Makefile", tmp_path)
     (tmp_path / "protos").mkdir()

@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, redirect_stderr
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import grpc
 import pytest
@@ -20,6 +21,7 @@ from support.eventually import eventually
 from support.lifetimes import in_one_task
 from support.restored_logging import restored_logging
 
+from baton.connection.credentials import TENANT_KEY
 from baton.engine.v1 import decode_pb2, encode_pb2, handoff_pb2, prefill_pb2, worker_pb2, worker_pb2_grpc
 from baton.inference.v1 import cluster_service_pb2, cluster_service_pb2_grpc, generate_pb2, inference_service_pb2_grpc
 from discovery.memory import MemoryRegistry
@@ -87,7 +89,7 @@ async def cluster(folder: Path) -> AsyncIterator[Guarded]:
         probe=PROBE,
         drain_seconds=0,
         tls=_section(authority, "router"),
-        auth=AuthConfig(tokens_file=tokens),
+        auth=AuthConfig(tokens_file=tokens, proxies=("gateway",)),
         routing=PLACED_BY_LOAD,
     )
     registry = MemoryRegistry("test")
@@ -243,6 +245,49 @@ async def test_a_client_cancels_only_what_is_its_own(guarded: Guarded) -> None:
             await stub.CancelGeneration(cancel, metadata=bearer(BOB))
         assert caught.value.code() is grpc.StatusCode.NOT_FOUND
         assert (await stub.CancelGeneration(cancel, metadata=bearer(ALICE))).receipts
+
+
+async def _begun(stub: Any, **metadata: str) -> Any:
+    long = request(request_id="mine")
+    long.stopping.max_tokens = 1000
+    call = stub.Generate(long, metadata=tuple(metadata.items()))
+    for _ in range(3):
+        await call.read()
+    return call
+
+
+async def _read_all(call: Any) -> None:
+    while await call.read() is not aio.EOF:
+        pass
+
+
+async def _is_cancelled(call: Any) -> None:
+    with pytest.raises(aio.AioRpcError) as caught:
+        await _read_all(call)
+    assert caught.value.code() is grpc.StatusCode.CANCELLED
+
+
+async def test_a_client_cancels_by_a_certificate_what_it_began_by_a_token(guarded: Guarded) -> None:
+    cancel = generate_pb2.CancelGenerationRequest(request_id="mine")
+    async with (
+        open_channel(guarded.router.address, guarded.tls("baton://client/proxy")) as channel,
+        open_channel(guarded.router.address, guarded.tls("baton://client/alice")) as own,
+    ):
+        call = await _begun(inference_service_pb2_grpc.InferenceServiceStub(channel), authorization=f"Bearer {ALICE}")
+        assert (await inference_service_pb2_grpc.InferenceServiceStub(own).CancelGeneration(cancel)).receipts
+        await _is_cancelled(call)
+
+
+async def test_a_proxy_cancels_for_the_tenant_that_it_names_alone(guarded: Guarded) -> None:
+    cancel = generate_pb2.CancelGenerationRequest(request_id="mine")
+    async with open_channel(guarded.router.address, guarded.tls("baton://client/gateway")) as channel:
+        stub = inference_service_pb2_grpc.InferenceServiceStub(channel)
+        call = await _begun(stub, **{TENANT_KEY: "shop"})
+        with pytest.raises(aio.AioRpcError) as caught:
+            await stub.CancelGeneration(cancel, metadata=((TENANT_KEY, "mall"),))
+        assert caught.value.code() is grpc.StatusCode.NOT_FOUND
+        assert (await stub.CancelGeneration(cancel, metadata=((TENANT_KEY, "shop"),))).receipts
+        await _is_cancelled(call)
 
 
 async def test_a_run_logs_no_secret(guarded: Guarded, monkeypatch: pytest.MonkeyPatch, restored_logging: None) -> None:

@@ -9,7 +9,7 @@ import torch
 
 from baton.errors import BatonError, ConfigError, EngineFailed
 from services.engines.diffusers.config import DiffusionConfig
-from services.engines.diffusers.pipeline import Pipeline
+from services.engines.diffusers.pipeline import Pipeline, check_split, pipeline_class
 from services.engines.diffusers.ranks import Alone, Follower, Group
 from services.engines.diffusion import Drawing
 from services.engines.pytorch.model.loading import device_named
@@ -30,6 +30,8 @@ class Leader:
         if device_named(config.device).type == "cuda" and torch.cuda.device_count() < size:
             found = torch.cuda.device_count()
             raise ConfigError(f"{FIELD}: {size} GPUs are needed, and this process sees {found}")
+        pipeline_class(config.model)
+        check_split(config.model, size)
         self.shard = Shard(0, size)
         self._processes = RankProcesses(follow, config, [Shard(rank, size) for rank in range(1, size)])
         self._out_of_step: str | None = None

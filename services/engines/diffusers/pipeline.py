@@ -19,7 +19,7 @@ from PIL import Image
 from baton.errors import ConfigError
 from services.engines.diffusers.config import DiffusionConfig
 from services.engines.diffusers.ranks import Group
-from services.engines.diffusers.split import split
+from services.engines.diffusers.split import planned, split
 from services.engines.diffusers.tea_cache import TeaCache
 from services.engines.diffusion import Clip, Drawing, Picture
 from services.engines.pytorch.model import checkpoint
@@ -278,6 +278,25 @@ def pipeline_class(folder: Path) -> Any:
     if missing:
         raise ConfigError(f"engine.model: {name} is not supported, since it takes no {', '.join(missing)}")
     return found
+
+
+def check_split(folder: Path, size: int) -> None:
+    """Raises ConfigError for a checkpoint whose networks cannot be split, by their configurations alone."""
+    index = json.loads((folder / _INDEX).read_bytes())
+    for name in _NETWORKS:
+        match index.get(name):
+            case ["diffusers", str(class_name)] if (network := _without_weights(folder / name, class_name)) is not None:
+                planned(network, size)
+
+
+def _without_weights(folder: Path, class_name: str) -> Any:
+    """A network of which only the shapes are known; None for what is not made so, which is left to its loading."""
+    found = getattr(diffusers, class_name, None)
+    try:
+        with torch.device("meta"):
+            return found.from_config(found.load_config(folder, local_files_only=True)) if found else None
+    except (OSError, ValueError, TypeError, LookupError, ImportError, AttributeError, RuntimeError):
+        return None
 
 
 def fingerprint(folder: Path) -> str:

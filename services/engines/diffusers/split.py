@@ -27,21 +27,9 @@ _WIDTHS = ("heads", "inner_dim", "inner_kv_dim", "kv_inner_dim")
 def split(network: Any, shard: Shard, ranks: Ranks) -> None:
     """Replaces the weights by this rank's part, and adds up where the ranks' results are parts of one sum.
 
-    The plan is that of the network's class, if diffusers has one; else it is made by the names of its attention.
-    Raises ConfigError naming a module that does not fit, before anything is changed.
+    Raises as `planned`, before anything is changed.
     """
-    plan, attentions = network._tp_plan, dict[str, Any]()
-    if plan is None:
-        attentions = {name: module for name, module in network.named_modules() if _is_attention(module)}
-        for name, module in attentions.items():
-            _check(name, module, shard.size)
-        plan = _plan(network, attentions)
-    elif (heads := network.config.num_attention_heads) % shard.size:
-        raise ConfigError(f"{FIELD}: its {heads} heads cannot be divided by {shard.size}")
-    try:
-        specs = resolve_tp_shard_specs(network, dict(plan), shard.size)
-    except ValueError as error:
-        raise ConfigError(f"{FIELD}: {type(network).__name__} cannot be split: {error}") from error
+    attentions, specs = planned(network, shard.size)
     for module in attentions.values():
         _split_norms(module, shard, ranks)
         for width in _WIDTHS:
@@ -49,6 +37,26 @@ def split(network: Any, shard: Shard, ranks: Ranks) -> None:
                 setattr(module, width, whole // shard.size)
     for name, spec in specs.items():
         _keep_part(network, name, spec, shard, ranks)
+
+
+def planned(network: Any, size: int) -> tuple[dict[str, Any], dict[str, TPShardSpec]]:
+    """The attentions whose norms and widths are split, by name, and the parameters' parts. Weights are not read.
+
+    The plan is that of the network's class, if diffusers has one; else it is made by the names of its attention.
+    Raises ConfigError naming a module that does not fit.
+    """
+    plan, attentions = network._tp_plan, dict[str, Any]()
+    if plan is None:
+        attentions = {name: module for name, module in network.named_modules() if _is_attention(module)}
+        for name, module in attentions.items():
+            _check(name, module, size)
+        plan = _plan(network, attentions)
+    elif (heads := network.config.num_attention_heads) % size:
+        raise ConfigError(f"{FIELD}: its {heads} heads cannot be divided by {size}")
+    try:
+        return attentions, resolve_tp_shard_specs(network, dict(plan), size)
+    except ValueError as error:
+        raise ConfigError(f"{FIELD}: {type(network).__name__} cannot be split: {error}") from error
 
 
 def _is_attention(module: torch.nn.Module) -> bool:

@@ -1,6 +1,7 @@
 """A cancel by an answer's handle ends it, whichever router reads it, now or in between."""
 
 import asyncio
+from itertools import count
 from typing import Any
 
 import pytest
@@ -12,8 +13,9 @@ from baton.calls import unary
 from baton.engine.v1 import decode_pb2
 from baton.errors import Cancelled, StreamLost
 from baton.inference.v1 import generate_pb2
-from router.resume.attaching import Adopted, Attacher, ResumeRequest
+from router.resume.attaching import Adopted, Attacher
 from router.resume.handle import Handle
+from router.workers.calls import WorkerCalls
 from services.resume.streams import KeptStreams
 
 _ROLES = ("prefill+decode", "prefill+decode")
@@ -31,13 +33,30 @@ class _Interrupted:
         self.has_looked, self.may_go_on = asyncio.Event(), asyncio.Event()
         peek = Attacher.peek
 
-        async def interrupted(attacher: Attacher, answer: int, request: ResumeRequest) -> Adopted:
-            found = await peek(attacher, answer, request)
+        async def interrupted(*arguments: Any) -> Adopted:
+            found = await peek(*arguments)
             self.has_looked.set()
             await self.may_go_on.wait()
             return found
 
         monkeypatch.setattr(Attacher, "peek", interrupted)
+
+
+class _BetweenWorkers:
+    """Holds a router back before its second decode of an answer."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.is_there, self.may_go_on = asyncio.Event(), asyncio.Event()
+        decode = WorkerCalls.decode
+        decodes = count(1)
+
+        async def held_back(*arguments: Any) -> None:
+            if next(decodes) == 2:
+                self.is_there.set()
+                await self.may_go_on.wait()
+            await decode(*arguments)
+
+        monkeypatch.setattr(WorkerCalls, "decode", held_back)
 
 
 async def _all_ends(pair: Pair) -> None:
@@ -87,6 +106,53 @@ async def test_it_ends_an_answer_that_another_router_attaches_to_after_the_look(
         await read(pair.first.ResumeGeneration(received.resume()), received, until=30)
         between.may_go_on.set()
         await cancelling
+        await _all_ends(pair)
+
+
+_ROUTERS = pytest.mark.parametrize("is_readers", [True, False], ids=["its router", "another one"])
+
+
+async def _cancel_what_no_worker_has(pair: Pair, received: Received, *, is_readers: bool) -> None:
+    """The reader's router ends it itself; another one can only say that nothing is there, and have it refused."""
+    if is_readers:
+        await _cancel(pair.first, received)
+        return
+    with pytest.raises(StreamLost):
+        await _cancel(pair.second, received)
+
+
+@_ROUTERS
+@pytest.mark.parametrize("answers", [1, 3])
+async def test_it_ends_answers_whose_prompts_are_still_computed(answers: int, *, is_readers: bool) -> None:
+    routing = {"topology": generate_pb2.TOPOLOGY_DISAGGREGATED}
+    request = kept_request(stopping=_LONG, sampling={"n": answers, "seed": 1}, routing=routing)
+    async with router_pair("prefill", "decode", decode_step_seconds=0.01, prefill_base_seconds=0.5) as pair:
+        received = Received(request)
+        reading = asyncio.create_task(read(pair.first.Generate(request), received))
+        await eventually(lambda: bool(received.handle))
+        await _cancel_what_no_worker_has(pair, received, is_readers=is_readers)
+        with pytest.raises(Cancelled):
+            await reading
+        await _all_ends(pair)
+
+
+@_ROUTERS
+async def test_it_ends_an_answer_whose_router_is_between_two_workers(
+    monkeypatch: pytest.MonkeyPatch, *, is_readers: bool
+) -> None:
+    between = _BetweenWorkers(monkeypatch)
+    request = kept_request(stopping=_LONG)
+    async with router_pair(*_ROLES, decode_step_seconds=0.01) as pair:
+        received = Received(request)
+        reading = asyncio.create_task(read(pair.first.Generate(request), received))
+        await eventually(lambda: received.tokens > 5)
+        worker_id = next(name for name, worker in pair.running.workers.items() if len(worker.kept))
+        await pair.running.stop(worker_id)
+        await between.is_there.wait()
+        await _cancel_what_no_worker_has(pair, received, is_readers=is_readers)
+        between.may_go_on.set()
+        with pytest.raises(Cancelled):
+            await reading
         await _all_ends(pair)
 
 

@@ -296,7 +296,7 @@ async def test_of_several_answers_only_the_lost_one_is_computed_again(pair: Pair
         received = await read(pair.first.Generate(request), Received(request), until=90)
         before = {index: list(ids) for index, ids in received.ids.items()}
         call_id = answer_call_id(Handle.parse(received.handle).call_id, lost)
-        [worker] = [one for one in pair.running.workers.values() if list(one.kept.find([call_id]))]
+        [worker] = [one for one in pair.running.workers.values() if _finds(one, call_id)]
         _forget(worker, call_id)
         await read(pair.second.ResumeGeneration(received.resume()), received)
         assert [one.recomputed for one in received.resumed] == [True]
@@ -339,8 +339,12 @@ async def test_an_answer_that_goes_on_is_charged_once() -> None:
         assert (await left())[0] == pytest.approx(requests - 1, abs=0.5)
 
 
+def _finds(worker: Any, call_id: str) -> list[decode_pb2.FoundStream]:
+    return list(worker.kept.find(decode_pb2.FindStreamsRequest(request_ids=[call_id])))
+
+
 def _forget(worker: Any, call_id: str) -> None:
-    [found] = worker.kept.find([call_id])
+    [found] = _finds(worker, call_id)
     attachment = next(one.attachment for one in worker.kept.streams if one.kept.request_id == call_id)
     worker.kept.settle(decode_pb2.SettleRequest(request_id=found.request_id, attachment=attachment, forget=True))
 

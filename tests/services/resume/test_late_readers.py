@@ -1,6 +1,6 @@
 """A reader of an earlier decode asks something of its request's next one, which counts its readers from 1 again."""
 
-from contextlib import aclosing
+from contextlib import aclosing, nullcontext
 from hashlib import sha256
 from typing import Any
 
@@ -11,7 +11,7 @@ from support.lifetimes import in_one_task
 
 from baton.calls import stream, unary
 from baton.engine.v1 import decode_pb2
-from baton.errors import StreamAdopted, StreamLost
+from baton.errors import Cancelled, StreamAdopted, StreamLost
 
 _SECRET, _OWNER = b"s" * 16, sha256(b"owner").digest()
 _EARLIER, _NOW = 2**63 + 1, 7
@@ -75,3 +75,16 @@ async def test_a_cancel_with_a_wrong_secret_or_owner_ends_nothing(start: Starter
         assert not (await _attach(decode, peek=True)).is_over
         assert (await unary(decode.calls.decodes.Settle(decode_pb2.SettleRequest(**right)))).is_settled
         assert len(decode.worker.kept) == 0
+
+
+@pytest.mark.parametrize("wrong", [{}, {"secret_sha256": b"t" * 32}, {"owner_sha256": b"t" * 32}])
+async def test_a_decode_that_begins_after_its_answer_was_cancelled_is_refused(
+    start: Starter, wrong: dict[str, Any]
+) -> None:
+    async with in_one_task(start("decode", decode_step_seconds=0.01)) as decode:
+        right = {"secret_sha256": sha256(_SECRET).digest(), "owner_sha256": _OWNER}
+        cancelled = decode_pb2.CancelledAnswer(**{**right, **wrong})
+        await unary(decode.calls.decodes.FindStreams(decode_pb2.FindStreamsRequest(cancelled=[cancelled])))
+        with nullcontext() if wrong else pytest.raises(Cancelled):
+            await _begin(decode, _NOW)
+        assert len(decode.worker.kept) == bool(wrong)

@@ -7,7 +7,7 @@ import subprocess
 import sys
 import time
 from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager
+from contextlib import ExitStack, asynccontextmanager
 
 import pytest
 from support.readable import is_readable
@@ -121,11 +121,19 @@ async def test_an_owner_that_hangs_is_given_up_in_time() -> None:
     assert 1 < time.monotonic() - began < 5
 
 
-async def test_a_reader_that_hangs_holds_up_the_next_one_for_a_second_at_most(memory: int) -> None:
+@pytest.mark.parametrize("hanging", [1, 5, 200])
+async def test_readers_that_hang_do_not_hold_up_the_next_one(memory: int, hanging: int) -> None:
+    before = len(os.listdir("/proc/self/fd"))
     async with offering(memory) as offer:
-        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as hanging:
-            hanging.connect(b"\0" + offer.name.encode())
+        with ExitStack() as readers:
+            for _ in range(hanging):
+                readers.enter_context(connected(offer.name))
+            began = time.monotonic()
             os.close(await fetch(offer.name, offer.secret))
+            # Of those that are open at both ends: as many as are waited for, for a second each.
+            assert time.monotonic() - began < 0.9
+            assert len(os.listdir("/proc/self/fd")) <= before + hanging + 70
+    assert len(os.listdir("/proc/self/fd")) <= before
 
 
 async def test_descriptors_that_nobody_reads_do_not_stay_open(memory: int) -> None:
@@ -181,11 +189,13 @@ async def test_a_flood_of_another_users_connections_refuses_no_reader(memory: in
             flood.communicate()
 
 
-def connected(name: str, secret: bytes) -> socket.socket:
+def connected(name: str, secret: bytes = b"") -> socket.socket:
+    """A reader that hangs unless it has a secret to send."""
     reader = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     reader.setblocking(False)
     reader.connect(b"\0" + name.encode())
-    reader.send(secret)
+    if secret:
+        reader.send(secret)
     return reader
 
 

@@ -15,7 +15,7 @@ def request_context(request_id: str = "r", seconds: float = 3600.0, caller: Call
         request_id=request_id,
         caller=caller,
         message_bytes=0,
-        qos=RequestQos(),
+        qos=RequestQos(caller.name if caller else ""),
         deadline=Deadline(seconds),
         stats=RequestStats(request_id),
         faults=FaultPlan(),

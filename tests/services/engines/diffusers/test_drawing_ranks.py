@@ -35,6 +35,7 @@ from support.engines.pipelines import write_flux, write_latte, write_wan
 from services.engines.diffusers.config import DiffusionConfig
 from services.engines.diffusers.engine import DiffusersEngine
 from services.engines.diffusers.split import split
+from services.engines.pytorch.parallel.processes import RankProcesses
 from services.engines.pytorch.parallel.ranks import OneRank
 from services.engines.pytorch.parallel.shards import Shard
 
@@ -275,12 +276,15 @@ def test_networks_whose_layers_cannot_be_divided_are_refused() -> None:
             split(network, Shard(0, 3), OneRank())
 
 
-@pytest.mark.usefixtures("forked")
-async def test_a_model_that_cannot_be_split_leaves_no_process_behind() -> None:
+async def test_a_model_that_cannot_be_split_is_refused_before_a_rank_is_started(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    started: list[object] = []
+    monkeypatch.setattr(RankProcesses, "_start", lambda *arguments: started.append(arguments))
     with pytest.raises(ConfigError, match=r"engine\.tensor_parallel_size: the 4 heads of .* cannot be divided by 3"):
         async with opened(CHECKPOINT, size=3):
             pass
-    assert not multiprocessing.active_children()
+    assert not started
 
 
 def test_a_sum_over_heads_of_all_ranks_is_that_of_the_whole_norm() -> None:

@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
+import yaml
 from fake_tensorrt_llm.mm_encoder import ENCODERS
 from support.engines import trtllm
 from support.engines.checkpoints import DEMO
@@ -23,11 +24,15 @@ def config(**options: object) -> TrtllmConfig:
     return TrtllmConfig.model_validate({**trtllm.settings(DEMO), "args": {}, **options})
 
 
+def given_by(file: str) -> set[str]:
+    return set(yaml.safe_load((CONFIGS / "llama" / f"{file}.yaml").read_text()))
+
+
 @pytest.mark.parametrize("family", ["llama", "qwen3", "deepseek"])
 async def test_the_shipped_file_is_what_the_encoder_is_given(version: str, family: str) -> None:
     async with open_trtllm_encoder(config(extra_engine_args=CONFIGS / family / "encode.yaml"), EngineContext()):
-        assert ENCODERS[0].given == {
-            "dtype": "auto",
+        assert ENCODERS[0].passed == {
+            "model": str(DEMO),
             "tensor_parallel_size": 1,
             "max_batch_size": 16,
             "max_num_tokens": 16384,
@@ -36,13 +41,14 @@ async def test_the_shipped_file_is_what_the_encoder_is_given(version: str, famil
 
 async def test_an_encoder_for_which_nothing_is_set_is_given_the_model_and_the_batch_size_alone(newest: None) -> None:
     async with open_trtllm_encoder(config(), EngineContext()):
-        # Two of the names are those that the stand-in gives defaults to.
-        assert set(ENCODERS[0].given) - {"dtype", "tensor_parallel_size"} == {"max_batch_size"}
+        assert set(ENCODERS[0].passed) == {"model", "max_batch_size"}
 
 
-async def test_of_a_file_for_prefill_the_encoder_is_given_what_it_takes(newest: None) -> None:
-    async with open_trtllm_encoder(config(extra_engine_args=CONFIGS / "llama" / "prefill.yaml"), EngineContext()):
-        assert set(ENCODERS[0].given) == {"dtype", "tensor_parallel_size", "max_batch_size", "max_num_tokens"}
+@pytest.mark.parametrize("file", ["agg", "prefill", "decode"])
+async def test_of_a_file_for_another_role_the_encoder_is_given_what_it_takes(newest: None, file: str) -> None:
+    async with open_trtllm_encoder(config(extra_engine_args=CONFIGS / "llama" / f"{file}.yaml"), EngineContext()):
+        taken = {"dtype", "tensor_parallel_size", "max_batch_size", "max_num_tokens"} & given_by(file)
+        assert set(ENCODERS[0].passed) == {"model", "max_batch_size", *taken}
 
 
 def test_what_the_encoder_does_not_take_is_warned_of(newest: None) -> None:
