@@ -87,11 +87,13 @@ class State(enum.Enum):
 class InFlight:
     """The part of a sequence that is computed by steps in flight.
 
-    `tokens` get their KV, and `ids` are sampled. If a step fails, the steps after it are `void`.
+    `tokens` get their KV, and `ids` are sampled, by so many `chunks`, which write into its blocks. If a step fails, the
+    steps after it are `void`.
     """
 
     tokens: int = 0
     ids: int = 0
+    chunks: int = 0
     is_void: bool = False
 
 
