@@ -11,7 +11,7 @@ from services.engines.pytorch.runners.batch import Chunk
 from services.engines.pytorch.runners.mixed_steps import MixedSize, MixedStep
 from services.engines.pytorch.sequence import TokenSequence
 
-MOST_GROUPS = 4
+MOST_GROUPS = 8
 """So many steps compute such a prompt."""
 LONG_CONTEXT = 8192
 """Shorter ones are computed at once."""

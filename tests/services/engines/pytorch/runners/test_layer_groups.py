@@ -59,7 +59,7 @@ def test_every_layer_is_in_one_group(layers: int) -> None:
     ranges = LayerGroups(layers).ranges
     assert [layer for group in ranges for layer in group] == list(range(layers))
     assert max(map(len, ranges)) - min(map(len, ranges)) <= 1
-    assert len(ranges) == min(4, layers)
+    assert len(ranges) == min(8, layers)
 
 
 @pytest.mark.parametrize("count", [2, 17, 32])
