@@ -131,7 +131,7 @@ class FusedModel:
     def run_group(
         self, embedded: torch.Tensor, tokens: PagedTokens, last_rows: torch.Tensor | None, group: range, kept: KeptRows
     ) -> torch.Tensor:
-        """As `run`, but the tokens in tiles go through the layers of `group` only; without ranks.
+        """Returns the logits of a step whose tokens in tiles go through the layers of `group` only; without ranks.
 
         They begin as the group before has left them in `kept`. `last_rows` are single tokens', unless the group is the
         last one.
