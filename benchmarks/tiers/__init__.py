@@ -14,6 +14,7 @@ __main__.py    tables
 copies.py      copies of loads and demotions on a GPU, and ways to start them
 gpu.py         loads on a GPU: bandwidth, resuming, the cost of digests
 engines.py     an engine of 8B shape, and requests to it
+pairs.py       short prompts, computed and resumed in many pairs
 streams.py     other streams' inter-token latency beside loads
 breakdown.py   where the time of a step goes, on the host and on the device
 """

@@ -80,7 +80,9 @@ class Breakdown:
             return computed
 
         runner._decodes[:] = [replace(each, run=marked(each.run)) for each in runner._decodes]
-        runner._mixed[:] = [replace(each, run=marked(each.run)) for each in runner._mixed]
+        runner._mixed[:] = [
+            replace(each, run=marked(each.run), groups=[marked(run) for run in each.groups]) for each in runner._mixed
+        ]
 
     def _mark(self, name: str) -> None:
         if self._current is not None and not TINY:

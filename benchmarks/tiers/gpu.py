@@ -4,9 +4,10 @@
 
 Prints, a line of JSON each: copies as loads and demotions make them, with digests and without them, beside a plain
 pinned copy; the time to a prompt's first token from host memory, beside the time to compute it, for several lengths,
-where the load finds free blocks and where as many blocks leave for it; the gaps between the tokens of running streams
-alone, beside such prompts that the pool has, and beside loads, and where the time of their steps goes; decode steps and
-prompts of an engine with an empty tier and of one without tiers, in turns; and prompts that are on a disk.
+where the load finds free blocks and where as many blocks leave for it; the same for short prompts, in many pairs; the
+gaps between the tokens of running streams alone, beside such prompts that the pool has, and beside loads, and where
+the time of their steps goes; decode steps and prompts of an engine with an empty tier and of one without tiers, in
+turns; and prompts that are on a disk.
 """
 
 import argparse
@@ -34,6 +35,7 @@ from benchmarks.tiers.engines import (
     first_token,
     prompt,
 )
+from benchmarks.tiers.pairs import measure_pairs
 from benchmarks.tiers.streams import StreamGaps, measure_floor
 from benchmarks.two_gpus.report import say
 from runtime.garbage import collect_rarely, exempt_living_objects
@@ -178,11 +180,13 @@ async def run(options: argparse.Namespace) -> None:
         if "copies" in chosen:
             await tiered._loop.call(measure_copies)
             await tiered._loop.call(measure_starting)
-        if "resume" in chosen or "streams" in chosen:
+        if {"resume", "pairs", "streams"} & set(chosen):
             await finish_capturing(tiered)
             steps = await tiered._loop.call(Breakdown)
         if "resume" in chosen:
             await measure_resuming(tiered, steps, options)
+        if "pairs" in chosen:
+            await measure_pairs(tiered)
         if "streams" in chosen:
             measure_floor(options)
             await StreamGaps(tiered, steps, options).measure()
@@ -200,7 +204,7 @@ def main() -> None:
     parser.add_argument("--beside", nargs="*", default=["loads", "in the pool"], help="beside which streams run")
     parser.add_argument("--folder", type=Path, help="where the disk is")
     parser.add_argument("--parts", type=int, nargs="+", default=[1, 4, 16, 64], help="of the prompt that are resumed")
-    parser.add_argument("--only", default="empty,copies,resume,streams,disk")
+    parser.add_argument("--only", default="empty,copies,resume,pairs,streams,disk")
     asyncio.run(run(parser.parse_args()))
 
 

@@ -87,11 +87,13 @@ class State(enum.Enum):
 class InFlight:
     """The part of a sequence that is computed by steps in flight.
 
-    `tokens` get their KV, and `ids` are sampled. If a step fails, the steps after it are `void`.
+    `tokens` get their KV, and `ids` are sampled, by so many `chunks`, which write into its blocks. If a step fails, the
+    steps after it are `void`.
     """
 
     tokens: int = 0
     ids: int = 0
+    chunks: int = 0
     is_void: bool = False
 
 
@@ -121,6 +123,7 @@ class TokenSequence:
     loaded_tokens: dict[KvTier, int] = field(default_factory=dict)  # of cached_tokens, those that were below the pool
     load: PrefixLoad | None = None  # of blocks from a tier below the pool
     loaded_blocks: int = 0  # those that were below the pool, if all that was to be loaded came
+    load_end: int = 0  # the blocks of its chain up to the last one to load, while that is prepared
     deferred: int = 0  # steps that have passed while its load was prepared
     parked: BlockContents | None = None  # its unfinished block, while it is preempted
     pulled: bool = False

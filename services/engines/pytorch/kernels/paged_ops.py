@@ -36,6 +36,11 @@ class PagedTokens:
     tiles: torch.Tensor | None
     tile_tokens: int = QUERIES_OF_A_TILE
 
+    def without_tiles(self) -> "PagedTokens":
+        """The single tokens alone."""
+        count = self.singles
+        return PagedTokens(self.positions[:count], self.rows[:count], self.tables, count, None)
+
 
 @dataclass(frozen=True, slots=True)
 class HeadNorms:

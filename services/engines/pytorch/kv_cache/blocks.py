@@ -87,10 +87,9 @@ class BlockPool:
         """Takes blocks whose content goes down. Sequences that grow, by few, get those that have left first: a large
         allocation leaves these to them, and waits for the others.
         """
-        few = self._few if self.lower is not None else 0
-        missing = count - len(self._emptied)
+        few, missing = self._few if self.lower is not None else 0, count - len(self._emptied)
         if missing > 0:
-            self._emptied += self._evict(missing + max(0, min(few, self._idle.unretained - missing)))
+            self._emptied += self._evict(self._to_empty(missing))
         left = 0 if count <= few else min(few, len(self._emptied) - count)
         self._emptied.rotate(-left)
         taken = [self._emptied.popleft() for _ in range(count)]
@@ -100,14 +99,19 @@ class BlockPool:
     def empty_ahead(self, count: int, cached: Sequence[int], most: int) -> bool:
         """Empties at most `most` unused blocks, but for `cached`, of those that an allocation of `count` would have to.
 
-        False, without having done so, if that allocation would not have to empty more than `most`.
+        False if that allocation would have to empty none.
         """
-        if count - len(self._empty) - len(self._emptied) <= most:
-            return False
         self.share(cached)
-        self._emptied += self._evict(most)
+        wanted = self._to_empty(count - len(self._empty) - len(self._emptied))
+        if wanted > 0:
+            self._emptied += self._evict(min(most, wanted))
         self.release(cached)
-        return True
+        return wanted > 0
+
+    def _to_empty(self, missing: int) -> int:
+        """Returns how many blocks to empty for those that are missing: some more, if no tenant retains them."""
+        few = self._few if self.lower is not None else 0
+        return missing + max(0, min(few, self._idle.unretained - missing))
 
     def match(self, hashes: Sequence[bytes]) -> list[int]:
         """Returns the cached blocks of the longest known prefix of the chain, without references to them."""

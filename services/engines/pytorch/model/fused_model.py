@@ -88,6 +88,14 @@ class FusedWeights:
         )
 
 
+@dataclass(frozen=True, slots=True)
+class KeptRows:
+    """Tokens between two groups of layers, `[tokens, hidden size]`: their `residual`, and the `part` to be added."""
+
+    residual: torch.Tensor
+    part: torch.Tensor
+
+
 class FusedModel:
     """A model that computes KV into `pool` `[blocks, layers, 2, kv_heads, block_tokens, head_dim]`, and logits.
 
@@ -114,20 +122,62 @@ class FusedModel:
 
     def run(self, embedded: torch.Tensor, tokens: PagedTokens, last_rows: torch.Tensor | None) -> torch.Tensor:
         """Returns the logits `[rows, vocabulary]` of `last_rows`, None for all. Overwrites `embedded`, rank 0's."""
-        ops, ranks, residual = self._ops, self._ranks, embedded
-        ranks.share(embedded)
-        part: torch.Tensor | None = None  # this rank's part of the sum that is added to `residual`
-        for layer, pool in zip(self._layers, self._pool_layers, strict=True):
-            qkv = layer.qkv(self._normalised(part, residual, layer.input_norm))
-            ops.rotate_and_write(qkv, self._angles, tokens, pool, layer.head_norms)
-            part = layer.output(ops.attend(qkv, tokens, pool, self._shape))
-            gate_up = layer.gate_up(self._normalised(part, residual, layer.post_norm))
-            part = layer.down(ops.gate(gate_up))
+        self._ranks.share(embedded)
+        part: torch.Tensor | None = None  # this rank's part of the sum that is added to the residual
+        for index in range(len(self._layers)):
+            part = self._layer(index, part, embedded, tokens)
+        return self._logits(part, embedded, last_rows)
+
+    def run_group(
+        self, embedded: torch.Tensor, tokens: PagedTokens, last_rows: torch.Tensor | None, group: range, kept: KeptRows
+    ) -> torch.Tensor:
+        """Returns the logits of a step whose tokens in tiles go through the layers of `group` only; without ranks.
+
+        They begin as the group before has left them in `kept`. `last_rows` are single tokens', unless the group is the
+        last one.
+        """
+        singles = tokens.singles
+        few, part, residual = tokens.without_tiles(), None, embedded[:singles]
+        for index in range(len(self._layers)):
+            if index == group.start:
+                residual = embedded if part is None else torch.cat((residual, kept.residual))
+                part = None if part is None else torch.cat((part, kept.part))
+            part = self._layer(index, part, residual, tokens if index in group else few)
+            if index == group[-1] and group.stop < len(self._layers):
+                kept.residual.copy_(residual[singles:])
+                kept.part.copy_(part[singles:])
+                residual, part = residual[:singles], part[:singles]
+        return self._logits(part, residual, last_rows)
+
+    @property
+    def num_layers(self) -> int:
+        """The layers."""
+        return len(self._layers)
+
+    def kept_rows(self, tokens: int) -> KeptRows:
+        """Returns memory for so many tokens between two groups of layers."""
+        empty = self._embedding.new_zeros(2, tokens, self._embedding.shape[1])
+        return KeptRows(empty[0], empty[1])
+
+    def _layer(
+        self, index: int, part: torch.Tensor | None, residual: torch.Tensor, tokens: PagedTokens
+    ) -> torch.Tensor:
+        """Computes one layer; adds `part` to `residual`, and returns what is to be added next."""
+        ops, layer, pool = self._ops, self._layers[index], self._pool_layers[index]
+        qkv = layer.qkv(self._normalised(part, residual, layer.input_norm))
+        ops.rotate_and_write(qkv, self._angles, tokens, pool, layer.head_norms)
+        part = layer.output(ops.attend(qkv, tokens, pool, self._shape))
+        gate_up = layer.gate_up(self._normalised(part, residual, layer.post_norm))
+        return layer.down(ops.gate(gate_up))
+
+    def _logits(
+        self, part: torch.Tensor | None, residual: torch.Tensor, last_rows: torch.Tensor | None
+    ) -> torch.Tensor:
         if last_rows is None or part is None:
-            return ranks.columns(self._head(self._normalised(part, residual, self._norm)), self.vocab_size)
-        delta = ranks.add_up(part)[last_rows]
-        last = ops.rms_norm(delta, residual[last_rows], self._norm, self._eps)
-        return ranks.columns(self._head(last), self.vocab_size)
+            return self._ranks.columns(self._head(self._normalised(part, residual, self._norm)), self.vocab_size)
+        delta = self._ranks.add_up(part)[last_rows]
+        last = self._ops.rms_norm(delta, residual[last_rows], self._norm, self._eps)
+        return self._ranks.columns(self._head(last), self.vocab_size)
 
     def prepare(self, rows: int) -> None:
         """Makes ready for steps of up to so many rows, which may be captured; on all ranks, before the first step."""

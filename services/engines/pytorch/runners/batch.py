@@ -22,6 +22,7 @@ class Chunk:
     """The `count` tokens of a sequence from `start` on. If it `samples`, the step yields the sequence's next token.
 
     The last of them may be `drafts`, guesses that follow the sequence's tokens: then it yields a token after each.
+    One that `continues` goes through some of the model's layers only: a later step has the same chunk again.
     """
 
     sequence: TokenSequence
@@ -29,6 +30,7 @@ class Chunk:
     count: int
     samples: bool
     drafts: tuple[int, ...] = ()
+    continues: bool = False
 
     @staticmethod
     def next_of(sequence: TokenSequence, count: int) -> "Chunk":
@@ -38,8 +40,13 @@ class Chunk:
 
     @property
     def end(self) -> int:
-        """The number of tokens with KV after the step."""
+        """The number of tokens with KV after the step, or the last one of the same chunk."""
         return self.start + self.count
+
+    @property
+    def filled(self) -> int:
+        """The tokens that have their KV after the step, and had not before."""
+        return 0 if self.continues else self.count
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,7 +4,7 @@ started while one runs.
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TypeVar
 
@@ -18,6 +18,7 @@ from services.engines.memory.cuda_driver import CAPTURING
 from services.engines.pytorch.model.fused_model import FusedModel
 from services.engines.pytorch.runners.batch import Chunk, MediaRows, media_rows
 from services.engines.pytorch.runners.host_copies import HostCopies
+from services.engines.pytorch.runners.layer_groups import GroupSize, LayerGroups, continued
 from services.engines.pytorch.runners.mixed_steps import (
     MAX_PROMPTS,
     MixedSize,
@@ -106,14 +107,16 @@ class FusedRunner:
         self._newest = torch.zeros(sizes.max_sequences + MAX_PROMPTS, dtype=torch.int64, device=device)
         self.has_graphs = device.type == "cuda" and sizes.graphs
         model.prepare(sizes.max_sequences)
-        self._uncaptured: list[int | MixedSize] = []  # sizes that are captured later, the next one last
+        self._uncaptured: list[int | MixedSize | GroupSize] = []  # sizes that are captured later, the next one last
         self._pool = torch.cuda.graph_pool_handle() if self.has_graphs else None
         # Memory that one stream has used is not another's: all sizes are captured on the same one.
         self._stream = torch.cuda.Stream(device) if self.has_graphs else None  # type: ignore[no-untyped-call]
         if device.type == "cuda":
             self._compile_prefill()
         self._decodes = self._make_decodes()
-        self._mixed = self._make_mixed()
+        self._groups = LayerGroups(model.num_layers)
+        self._mixed: list[MixedStep] = []
+        self._make_mixed()
         self._masks = MaskThreads()
 
     def start(self, chunks: Sequence[Chunk]) -> InflightStep:
@@ -131,8 +134,19 @@ class FusedRunner:
         else:
             ordered = sorted(chunks, key=lambda chunk: chunk.count > 1)
             mixed = smallest_step(self._mixed, ordered)
-            logits, outcome = self._compute(ordered) if mixed is None else self._compute_mixed(mixed, ordered)
+            if mixed is not None:
+                return self._start_mixed(mixed, ordered)
+            logits, outcome = self._compute(ordered)
+        self._groups.forget()
         return self._finish(ordered, logits, outcome)
+
+    def _start_mixed(self, mixed: MixedStep, chunks: Sequence[Chunk]) -> InflightStep:
+        group = self._groups.next_of(mixed, chunks)
+        if group is None:
+            return self._finish(chunks, *self._compute_mixed(mixed, chunks))
+        if not self._groups.is_last(group):
+            chunks = continued(chunks)
+        return self._finish(chunks, *self._compute_mixed(replace(mixed, run=mixed.groups[group]), chunks))
 
     def _decode(self, chunks: Sequence[Chunk]) -> tuple[torch.Tensor, torch.Tensor]:
         decode = next(decode for decode in self._decodes if decode.size >= len(chunks))
@@ -153,7 +167,8 @@ class FusedRunner:
         flat = fill_mixed(mixed.size, mixed.layout, chunks, self._places)
         self._copies.send(flat, mixed.flat)
         mixed.run()
-        return mixed.logits[: len(chunks)], mixed.outcome[:, : len(chunks)]
+        count = sum(chunk.samples for chunk in chunks)
+        return mixed.logits[:count], mixed.outcome[:, :count]
 
     def free_graphs(self) -> None:
         """Frees the captured steps; none can be started afterwards. NCCL's operations in them end only then."""
@@ -167,9 +182,12 @@ class FusedRunner:
 
     def prepare_more(self) -> bool:
         """Captures a size that is not yet: the largest of decode steps, then of those with prompts. See StepRunner."""
+        self._groups.forget()  # a capture writes where the rows between two groups are kept
         if self._uncaptured:
             began, size = time.monotonic(), self._uncaptured[-1]
-            if isinstance(size, MixedSize):
+            if isinstance(size, GroupSize):
+                self._add_group(size)
+            elif isinstance(size, MixedSize):
                 self._mixed.append(self._mixed_step(size))
             else:
                 self._decodes.insert(0, self._graphed_decode(size))
@@ -232,23 +250,26 @@ class FusedRunner:
         _log.info("decode steps captured", sizes=sizes, seconds=round(time.monotonic() - began, 1))
         return made[::-1]
 
-    def _make_mixed(self) -> list[MixedStep]:
+    def _make_mixed(self) -> None:
         sizes = mixed_sizes(self._sizes.max_sequences, self._sizes.graph_prompt_tokens)
         if not sizes or (self._device.type == "cuda" and not self.has_graphs):
-            return []  # with padding they would only take longer
+            return  # with padding they would only take longer
         rows = sizes[-1].rows
         self._mixed_logits = torch.zeros(rows, self._model.vocab_size, dtype=self._model.dtype, device=self._device)
         self._mixed_outcome = torch.zeros(2, rows, dtype=torch.int64, device=self._device)
-        if not self.has_graphs:
-            return [self._mixed_step(size) for size in sizes]
-        if self._sizes.graphs_later:
-            self._uncaptured[:0] = sizes
-            return []
+        self._kept_rows = self._model.kept_rows(sizes[0].prompt_tokens)
+        least = [size for size in sizes if size.prompt_tokens == sizes[0].prompt_tokens]
+        groups = [GroupSize(size, group) for size in least for group in range(len(self._groups.ranges))]
+        if self.has_graphs and self._sizes.graphs_later:
+            self._uncaptured[:0] = [*reversed(groups), *sizes]
+            return
         began = time.monotonic()
         # The largest first, as with decodes. The first of a machine compile kernels, for seconds: no stream waits yet.
-        made = [self._mixed_step(size) for size in reversed(sizes)]
-        _log.info("steps with prompts captured", sizes=len(made), seconds=round(time.monotonic() - began, 3))
-        return made
+        self._mixed += [self._mixed_step(size) for size in reversed(sizes)]
+        for group in groups:
+            self._add_group(group)
+        if self.has_graphs:
+            _log.info("steps with prompts captured", sizes=len(sizes), seconds=round(time.monotonic() - began, 3))
 
     def _compile_prefill(self) -> None:
         """Computes steps of padding with the narrowest and the widest table: prompts behind a long context have their
@@ -295,13 +316,26 @@ class FusedRunner:
         # Those of all sizes are the same memory: a graph's own would stay.
         logits, outcome = self._mixed_logits[: size.rows], self._mixed_outcome[:, : size.rows]
 
+        run = self._run_of(size, logits, outcome, lambda: self._computed(step))
+        return MixedStep(size, layout, flat, logits, outcome, run)
+
+    def _add_group(self, wanted: GroupSize) -> None:
+        """Makes one group of layers of a size whose others are made."""
+        index = next(index for index, mixed in enumerate(self._mixed) if mixed.size == wanted.size)
+        mixed, layers = self._mixed[index], self._groups.ranges[wanted.group]
+        step = mixed.layout.views(mixed.flat, mixed.size.singles)
+        run = self._run_of(mixed.size, mixed.logits, mixed.outcome, lambda: self._group_computed(step, layers))
+        self._mixed[index] = replace(mixed, groups=[*mixed.groups, run])
+
+    def _run_of(
+        self, size: MixedSize, logits: torch.Tensor, outcome: torch.Tensor, computed: Callable[[], torch.Tensor]
+    ) -> Callable[[], None]:
         def compute() -> None:
-            logits.copy_(self._computed(step))
+            logits.copy_(computed())
             outcome.copy_(choose(logits))
             self._newest[: size.rows] = outcome[0]
 
-        run = self._captured(compute)[1] if self.has_graphs else compute
-        return MixedStep(size, layout, flat, logits, outcome, run)
+        return self._captured(compute)[1] if self.has_graphs else compute
 
     def _captured(self, compute: Callable[[], Computed]) -> tuple[Computed, Callable[[], None]]:
         """Captures what `compute` starts on the device; returns its results, and what starts it again."""
@@ -322,6 +356,11 @@ class FusedRunner:
 
     def _computed(self, step: StepTensors) -> torch.Tensor:
         return self._model.run(self._model.embed(self._ids(step)), step.tokens, step.last_rows)
+
+    def _group_computed(self, step: StepTensors, group: range) -> torch.Tensor:
+        return self._model.run_group(
+            self._model.embed(self._ids(step)), step.tokens, step.last_rows, group, self._kept_rows
+        )
 
     def _decode_layout(self, size: int) -> Layout:
         return Layout(size, size, -(-self._sizes.max_context_tokens // self._sizes.block_tokens))

@@ -53,6 +53,8 @@ class MixedSize:
 class MixedStep:
     """A step of one size, with its own `flat` array on the device. `run` computes `logits` `[rows, vocabulary]` and
     `outcome` `[2, rows]`, that of `drawing.choose`; both are overwritten by the next step of any size.
+
+    `groups` compute the same one after the other: each all layers of single tokens, and a group of layers of prompts.
     """
 
     size: MixedSize
@@ -61,6 +63,7 @@ class MixedStep:
     logits: torch.Tensor
     outcome: torch.Tensor
     run: Callable[[], None]
+    groups: Sequence[Callable[[], None]] = ()
 
 
 def mixed_sizes(max_sequences: int, most_tokens: int) -> list[MixedSize]:
@@ -96,7 +99,8 @@ def fill_mixed(size: MixedSize, layout: Layout, chunks: Sequence[Chunk], places:
             first = row = size.singles
         parts.write(chunk, row, first, places)
         first, row = first + chunk.count, row + 1
-        parts.last_rows[index] = first - 1
+        if chunk.samples:
+            parts.last_rows[index] = first - 1
     parts.tiles[:, 2] = PADDING
     tiles = tiles_of(chunks[singles:], size.singles, size.singles, layout.tile_tokens)
     parts.tiles[: len(tiles)] = tiles

@@ -62,7 +62,7 @@ class StepOutcomes:
 
     def leave(self, sequence: TokenSequence, event: Event) -> None:
         """Frees a sequence's blocks and sends its last event, once no step writes into them any more."""
-        if not sequence.in_flight.tokens:
+        if not sequence.in_flight.chunks:
             self._scheduler.remove(sequence)
             sequence.sink(event)
             return

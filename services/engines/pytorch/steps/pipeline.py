@@ -120,9 +120,11 @@ class StepPipeline:
         except RuntimeError as error:
             self._drop_largest(chunks, error)
             return None
-        for chunk in chunks:
-            chunk.sequence.in_flight.tokens += chunk.count
-            chunk.sequence.in_flight.ids += chunk.samples
+        for chunk in inflight.chunks:
+            flying = chunk.sequence.in_flight
+            flying.chunks += 1
+            flying.tokens += chunk.filled
+            flying.ids += chunk.samples
         return inflight
 
     def _process(self, inflight: InflightStep) -> None:
@@ -133,9 +135,11 @@ class StepPipeline:
             outcomes, shortage = [None] * len(inflight.chunks), error
         for chunk, chosen in zip(inflight.chunks, outcomes, strict=True):
             flying = chunk.sequence.in_flight
-            flying.tokens -= chunk.count
+            flying.chunks -= 1
+            flying.tokens -= chunk.filled
             flying.ids -= chunk.samples
-            if shortage is None and chunk.sequence.state is State.RUNNING and not flying.is_void:
+            is_wanted = chunk.sequence.state is State.RUNNING and not flying.is_void
+            if shortage is None and is_wanted and not chunk.continues:
                 self._outcomes.advance(chunk, chosen)
             flying.is_void = flying.is_void and flying.tokens > 0
         if shortage is not None:

@@ -27,6 +27,8 @@ from services.engines.seals import BlockContents
 
 # So many blocks of a prompt are named in a step that only decodes.
 _NAMED_BLOCKS = 256
+# With so few tokens of a prompt a step is hardly longer than one that only decodes.
+_FEW_TOKENS = 32
 # For so many steps at most the start of a load is prepared.
 _MOST_DEFERRED = 128
 
@@ -282,8 +284,9 @@ class Scheduler:
             return Grant.LATER
         hashes = sequence.chain.upto(sequence.tokens, cacheable)
         need = self._find(len(sequence.tokens), hashes)
-        contents = self._loads.contents_for(sequence, hashes, len(need.cached))
-        if contents is None or (contents and self._empties_in_parts(sequence, need)):
+        cached = len(need.cached)
+        end = self._loads.end_for(sequence, hashes, cached)
+        if end is None or (end > cached and self._empties_in_parts(sequence, need)):
             return Grant.LATER
         if sequence.hold and not self.kept.may_add(need.cached, need.missing):
             return Grant.HELD
@@ -291,7 +294,7 @@ class Scheduler:
             return need.state(self.kept)
         if sequence.hold:
             self.kept.add(sequence.blocks)
-        self._begin(sequence, len(need.cached), contents)
+        self._begin(sequence, cached, self._loads.contents_for(sequence, hashes, cached, end))
         return Grant.GRANTED
 
     def _names_in_parts(self, sequence: TokenSequence, num_tokens: int) -> bool:
@@ -317,9 +320,9 @@ class Scheduler:
 
     @property
     def _step_blocks(self) -> int:
-        """The most blocks of loads to handle in a step: few while all that run wait for one token each."""
-        is_decoding = bool(self.running) and all(sequence.remaining <= 1 for sequence in self.running)
-        return STEP_BLOCKS if is_decoding else ALL_BLOCKS
+        """The most blocks of loads to handle in a step: few while all that run wait for one token each, or nearly."""
+        is_short = bool(self.running) and all(sequence.remaining <= _FEW_TOKENS for sequence in self.running)
+        return STEP_BLOCKS if is_short else ALL_BLOCKS
 
     def _begin(self, sequence: TokenSequence, cached: int, contents: Sequence[BlockContents]) -> None:
         """Starts a sequence that has its blocks, of which the first `cached` ones are filled, or loads more of them."""

@@ -5,6 +5,7 @@ Blocks that are reserved for KV of another worker.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import repeat
 
 from baton.errors import BatonError
 from services.engines.pytorch.kv_cache.blocks import BlockPool
@@ -51,24 +52,32 @@ class TierLoads:
         """True if there is something to load from."""
         return self._tiers is not None
 
-    def contents_for(
-        self, sequence: TokenSequence, hashes: Sequence[bytes], cached: int
-    ) -> Sequence[BlockContents] | None:
-        """Returns the blocks to load, after the first `cached` ones of the chain, which the pool has; None if another
-        sequence is loading them: wait for it.
+    def end_for(self, sequence: TokenSequence, hashes: Sequence[bytes], cached: int) -> int | None:
+        """Returns up to which block of the chain to load, after the first `cached` ones, which the pool has; None if
+        another sequence is loading them: wait for it. It is decided once for all steps that prepare a load.
         """
         tiers = self._tiers
-        if tiers is None:
-            return []
-        missing = hashes[cached:]
-        if missing and tiers.is_loading(missing[0]):
+        if tiers is None or cached == len(hashes):
+            return cached
+        if tiers.is_loading(hashes[cached]):
             return None
-        count = tiers.worth_loading(missing) if missing else 0
-        contents = [BlockContents(block_hash, self._block_tokens) for block_hash in missing[:count]]
-        if sequence.parked is not None and count == len(missing) and self._follows(sequence, sequence.parked, hashes):
+        if sequence.load_end <= cached:
+            sequence.load_end = cached + tiers.worth_loading(hashes[cached:])
+            tiers.directory.touch(hashes[cached : sequence.load_end])
+        return sequence.load_end
+
+    def contents_for(
+        self, sequence: TokenSequence, hashes: Sequence[bytes], cached: int, end: int
+    ) -> Sequence[BlockContents]:
+        """Returns the blocks to load, those from `cached` to `end`, and the unfinished one after them, if there is one.
+        The directory may not have all of them any more.
+        """
+        sequence.load_end = 0
+        sizes = repeat(self._block_tokens)
+        contents = list(map(tuple.__new__, repeat(BlockContents), zip(hashes[cached:end], sizes, strict=False)))
+        if sequence.parked is not None and end == len(hashes) and self._follows(sequence, sequence.parked, hashes):
             contents.append(sequence.parked)
-        tiers.directory.touch([each.block_hash for each in contents])
-        return tiers.directory.readable(contents)
+        return contents
 
     def still_there(self, contents: Sequence[BlockContents]) -> Sequence[BlockContents]:
         """Returns the first of these blocks that have not left their tier for those that the pool has evicted since."""

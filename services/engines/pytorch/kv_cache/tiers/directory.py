@@ -5,9 +5,11 @@ The rule of writing to the disk: only while it is read.
 
 import math
 import time
-from collections import Counter, OrderedDict
-from collections.abc import Callable, Sequence
+from collections import Counter, OrderedDict, deque
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice, takewhile
+from operator import itemgetter
 from typing import NamedTuple
 
 from services.engines.kv_events import KvTier
@@ -15,6 +17,7 @@ from services.engines.pytorch.kv_cache.events import BlockMoved, BlockRemoved
 from services.engines.seals import BlockContents
 
 Clock = Callable[[], float]
+_NAME = itemgetter(0)
 
 _HOUR_SECONDS = 3600.0
 # The disk is written while at least this share of what was written is read.
@@ -129,24 +132,15 @@ class TierDirectory:
 
     def following(self, hashes: Sequence[bytes]) -> tuple[int, int]:
         """Returns how many of the first blocks of a chain are in host memory, and how many after them on the disk."""
-        host = disk = 0
-        for block_hash in hashes:
-            if block_hash in self._host.slot_of and not disk:
-                host += 1
-            elif block_hash in self._disk.slot_of and block_hash not in self.unwritten:
-                disk += 1
-            else:
-                break
+        host = _leading(self._host.slot_of, hashes)
+        rest = hashes[host:] if self._disk.slot_of else ()
+        disk = sum(1 for _ in takewhile(self._is_written, rest))
         return host, disk
 
     def touch(self, hashes: Sequence[bytes]) -> None:
         """Lets blocks of a chain leave after all others, which are about to be read."""
-        host, disk = self._host.slot_of, self._disk.slot_of
-        for block_hash in reversed(hashes):
-            if block_hash in host:
-                host.move_to_end(block_hash)
-            elif block_hash in disk:
-                disk.move_to_end(block_hash)
+        for _, slots in self._tiers():
+            deque(map(slots.slot_of.move_to_end, filter(slots.slot_of.__contains__, reversed(hashes))), 0)
 
     def leave_first(self, hashes: Sequence[bytes]) -> None:
         """Lets blocks of a chain leave before all others, the end of the chain first."""
@@ -157,9 +151,11 @@ class TierDirectory:
 
     def readable(self, contents: Sequence[BlockContents]) -> Sequence[BlockContents]:
         """Returns the first of these blocks that are here, and not still on their way to the disk."""
+        names = list(map(_NAME, contents))
+        there = 0 if self.unwritten else _leading(self._host.slot_of, names)
         host, disk, unwritten = self._host.slot_of, self._disk.slot_of, self.unwritten
-        for count, (block_hash, _) in enumerate(contents):
-            if (block_hash not in host and block_hash not in disk) or block_hash in unwritten:
+        for count, name in enumerate(islice(names, there, None), there):
+            if (name not in host and name not in disk) or name in unwritten:
                 return contents[:count]
         return contents
 
@@ -248,11 +244,19 @@ class TierDirectory:
         self._listener(BlockMoved(block_hash, KvTier.DISK))
         return Spill(block_hash, host_slot, disk_slot)
 
+    def _is_written(self, block_hash: bytes) -> bool:
+        return block_hash in self._disk.slot_of and block_hash not in self.unwritten
+
     def _slots(self, tier: KvTier) -> _Slots:
         return self._host if tier is KvTier.HOST else self._disk
 
     def _tiers(self) -> tuple[tuple[KvTier, _Slots], ...]:
         return (KvTier.HOST, self._host), (KvTier.DISK, self._disk)
+
+
+def _leading(known: Mapping[bytes, int], hashes: Sequence[bytes]) -> int:
+    """Returns how many of the first hashes are known. A prefix may have thousands, so that no Python runs for each."""
+    return len(list(takewhile(known.__contains__, hashes)))
 
 
 def count_off(counts: Counter[bytes], block_hash: bytes) -> None:

@@ -6,6 +6,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from operator import itemgetter
 
 import structlog
 import torch
@@ -151,7 +152,7 @@ class KvTiers:
 
     def expect(self, contents: Sequence[BlockContents]) -> None:
         """Notes that the loads of these blocks begin soon."""
-        self._expected.update(content.block_hash for content in contents)
+        self._expected.update(list(map(itemgetter(0), contents)))
 
     def unexpect(self, contents: Sequence[BlockContents]) -> None:
         """Notes that they have begun, or will not begin."""
