@@ -218,7 +218,12 @@ class RequestExecution:
         destination = state.destination if handoff else None
         if state.ctx.keep is not None:
             state.calls.keep_next(self._kept_by(worker))
-        await state.calls.decode(placement, prompt, handoff, state.completion.token_ids, read, state, destination)
+        emitted_ids = state.completion.token_ids
+        try:
+            await state.calls.decode(placement, prompt, handoff, emitted_ids, read, state, destination)
+        except asyncio.CancelledError:
+            await state.leave_handoff(worker)
+            raise
         if state.ctx.keep is not None:
             await self._settle(worker)
         return state.yielded

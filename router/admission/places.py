@@ -94,11 +94,12 @@ class PlaceLender:
     def _count(self, holder: _Holder, ask: peer_pb2.PlacesAsk, others: Sequence[_Holder]) -> None:
         """Counts what tenants got, and lifts those that have begun to wait, as fair_queue.py does."""
         counters, waited = self._counters, {name for one in (holder, *others) for name in one.waiting}
-        for name, work in ask.served.items():
+        # In the order of their names: a message's map has one that differs from process to process.
+        for name, work in sorted(ask.served.items()):
             counters[name] = counters.get(name, 0.0) + work
             counters.move_to_end(name)
         least = min((counters[name] for name in waited if name in counters), default=0.0)
-        holder.waiting = dict(ask.waiting_tenants)
+        holder.waiting = dict(sorted(ask.waiting_tenants.items()))
         # As in one queue, whose floor is the counter at which the last request began.
         least = max(0.0, least - max(one.step for one in (holder, *others)))
         for name in holder.waiting:
@@ -211,7 +212,7 @@ class SharedPlaces:
         self._held = self._usable = loan.places
         now = self._answered_at = self._clock()
         order = queue.order
-        for name, counter in loan.counters.items():
+        for name, counter in sorted(loan.counters.items()):
             order.set_counter(name, counter)
         busy = CONTENDED_SECONDS if loan.contended or order.count else BUSY_SECONDS
         self._ask_at = now + (busy if queue.running or order.count else IDLE_SECONDS)

@@ -146,6 +146,13 @@ class ExecutionState(Waiting):
         if held or destination or prefetch:
             await run_to_completion(self._release(held, destination, prefetch))
 
+    async def leave_handoff(self, worker: WorkerHandle) -> None:
+        """Leaves the KV to a kept decode that has begun: it confirms or frees it. Otherwise it is still held here."""
+        if self.ctx.keep is not None and self.held is not None:
+            held = self.held
+            if await run_to_completion(self.calls.has_begun(worker)) and self.held is held:
+                self.held = None
+
     async def _release(
         self, held: HeldHandoff | None, destination: Destination | None, prefetch: Prefetch | None
     ) -> None:

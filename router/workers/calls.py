@@ -253,6 +253,14 @@ class WorkerCalls:
         )
         await best_effort(lambda seconds: worker.decode.Settle(request, timeout=seconds), healthy=not worker.problem)
 
+    async def has_begun(self, worker: WorkerHandle) -> bool:
+        """True if a worker says that it has the latest decode, which goes on without this call."""
+        request = decode_pb2.FindStreamsRequest(request_ids=[self._ctx.call_id])
+        answer = await best_effort(
+            lambda seconds: worker.decode.FindStreams(request, timeout=seconds), healthy=not worker.problem
+        )
+        return answer is not None and any(one.hop == self._decodes for one in answer.found)
+
     async def release_destination(self, destination: Destination) -> None:
         """Frees what no decode has taken. See Destination.release."""
         await destination.release(f"router:{self._ctx.call_id}")
