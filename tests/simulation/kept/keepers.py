@@ -93,7 +93,8 @@ class Keepers:
         if process.engine is not None:
             process.engine.die(self.random, self.world.plan.fleet.kept_damage)
         process.end_with(code)
-        if self.world.nodes[node.name] is node and (living := process.keeper.living):
+        is_host_there = not process.keeper.node.dead
+        if is_host_there and self.world.nodes[node.name] is node and (living := process.keeper.living):
             self.world.serve(living[0].node, living[0].stopping)
 
     def killed(self, process: KeptProcess) -> None:
