@@ -21,7 +21,7 @@ import services.keeper.client
 import services.keeper.keeper
 import services.keeper.process
 import services.keeper.silence
-import services.server
+import services.keeping
 from services.engines.pytorch.kv_cache.memory import anonymous_file
 from services.keeper.child import Ending
 from services.keeper.client import KeeperClient
@@ -32,6 +32,7 @@ from services.keeping import Upgrader
 from simulation.fibers import Fiber
 from simulation.kept.engine import KeptEngine
 from simulation.loop import NODE, Node
+from simulation.network import ListeningSocket
 
 _DYING_SECONDS = 2e-3
 _WAKE_SECONDS = 1e-4  # until a process that waits has a processor, in the mean
@@ -178,11 +179,12 @@ class _Here:
 
     find: ClassVar[Callable[[Node | None], SimulatedKeeper]]
     files: ClassVar[set[int]]
+    listening: ClassVar[dict[int, ListeningSocket]]
 
 
 def install(find: Callable[[Node | None], SimulatedKeeper], files: set[int]) -> None:
     """Lets keepers and their workers run in a world."""
-    _Here.find, _Here.files = staticmethod(find), files
+    _Here.find, _Here.files, _Here.listening = staticmethod(find), files, {}
     own: Any = services.keeper.keeper
     own.select, own._signals = SimpleNamespace(select=_select), _signals
     own.start = lambda _command, end: _keeper_here().start(end)
@@ -194,7 +196,8 @@ def install(find: Callable[[Node | None], SimulatedKeeper], files: set[int]) -> 
     services.keeper.client.send, services.keeper.client.receive = _send, _receive
     cache: Any = services.engines.pytorch.kv_cache.kept_cache
     cache.anonymous_file, cache.pool_file = _memory, lambda size, _device: _memory(size)
-    services.server.kept_sockets = lambda _keeper, _listen: ()
+    keeping: Any = services.keeping
+    keeping.open_sockets, keeping.socket = _bind, SimpleNamespace(socket=_adopt)
     _watch_memory()
 
 
@@ -270,6 +273,26 @@ def _receive(source: socket.socket) -> Any:
     if not _readable([source]):
         raise KeeperLost("timed out")
     return receive(source)
+
+
+def _bind(host: str, port: int) -> list[ListeningSocket]:
+    """Sockets that listen, which the keeper of this process is about to hold."""
+    keeper = _keeper_here()
+    found: list[ListeningSocket] = keeper.world.network.bind(host, port)
+    for each in found:
+        each.keeper = keeper.node
+        _Here.listening[os.fstat(each.fileno()).st_ino] = each
+    return found
+
+
+def _adopt(fileno: int) -> ListeningSocket:
+    """The socket that an earlier process of this worker has listened at."""
+    node = NODE.get()
+    assert node is not None
+    found = _Here.listening[os.fstat(fileno).st_ino]
+    os.close(fileno)
+    found.adopt_by(node)
+    return found
 
 
 def _memory(size: int) -> int:
