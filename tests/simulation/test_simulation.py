@@ -13,6 +13,7 @@ from simulation.plan import PROFILES, from_values, make_plan
 
 ROOT = Path(__file__).resolve().parents[2]
 _SAMPLE_SECONDS = 5
+WITH_KEEPERS = 5  # a storm in which a worker with a keeper is killed, and another one upgraded
 
 
 def python(*arguments: str) -> "subprocess.CompletedProcess[str]":
@@ -37,10 +38,11 @@ def test_no_seed_of_a_sample_and_no_kept_plan_breaks_an_invariant() -> None:
 
 
 @pytest.mark.timeout(300)
-def test_a_seed_gives_the_same_log_in_two_processes(tmp_path: Path) -> None:
+@pytest.mark.parametrize("seed", [7, WITH_KEEPERS])
+def test_a_seed_gives_the_same_log_in_two_processes(tmp_path: Path, seed: int) -> None:
     logs = [tmp_path / "first.log", tmp_path / "second.log"]
     for log in logs:
-        simulate("--seeds", "7", "--profile", "storm", "--log", str(log))
+        simulate("--seeds", str(seed), "--profile", "storm", "--requests", "25", "--log", str(log))
     first, second = (log.read_bytes() for log in logs)
     assert len(first) > 10_000
     assert first == second
@@ -51,6 +53,12 @@ def test_seeds_of_each_profile_give_the_same_log_twice() -> None:
     done = simulate("--repeat", "3", "--seeds", "0:0", "--requests", "15")
     assert done.returncode == 0, done.stdout + done.stderr[-3000:]
     assert "3 seeds twice: 0 differ" in done.stdout
+
+
+def test_a_seed_with_keepers_has_them() -> None:
+    plan = make_plan(WITH_KEEPERS, "storm", 25)
+    assert plan.fleet.keeps
+    assert {fault.kind for fault in plan.faults} >= {"kill", "upgrade"}
 
 
 def test_a_plan_is_the_same_after_it_was_written_and_read() -> None:

@@ -6,6 +6,7 @@ from dataclasses import replace
 from simulation.plan import LENGTHS, Fault, Fleet, Plan
 
 _KEEPING = 0.25  # of the seeds
+_FAULTS = 0.6  # of the faults in them are of these kinds
 # Of a keeper, and of a worker that has one.
 KEEPER_KINDS = ("kill_keeper", "pause_keeper", "upgrade", "refuse")
 
@@ -30,16 +31,19 @@ def with_keepers(draw: random.Random, plan: Plan) -> Plan:
         else asked
         for asked in plan.requests
     )
-    faults = tuple(_kept_fault(draw, fleet, fault) for fault in plan.faults)
-    return replace(plan, fleet=fleet, requests=requests, faults=faults)
+    faults = [_kept_fault(draw, fleet, fault) for fault in plan.faults]
+    if plan.profile == "storm":
+        faults += [_kept_fault(draw, fleet, fault, 1.0) for fault in draw.sample(faults, min(3, len(faults)))]
+    faults = sorted(faults, key=lambda one: one.at)
+    return replace(plan, fleet=fleet, requests=requests, faults=tuple(faults))
 
 
-def _kept_fault(draw: random.Random, fleet: Fleet, fault: Fault) -> Fault:
-    """A fault of a process with a keeper, in the place of half of those of workers."""
+def _kept_fault(draw: random.Random, fleet: Fleet, fault: Fault, share: float = _FAULTS) -> Fault:
+    """A fault of a process with a keeper, in the place of a share of all."""
     names = [name for name in fleet.workers if not name.startswith("encode")]
-    is_other = fault.target in fleet.router_names or fault.target.startswith("encode")
-    if is_other or fault.others or draw.random() < 0.5:
+    if draw.random() >= share:
         return fault
     kind = draw.choice(("kill", "kill", "pause", *KEEPER_KINDS))
     seconds = draw.choice(LENGTHS)
-    return replace(fault, kind=kind, target=fault.target or draw.choice(names), seconds=seconds)
+    target = fault.target if fault.target in names or not fault.target else draw.choice(names)
+    return replace(fault, kind=kind, target=target or draw.choice(names), others=(), seconds=seconds)
