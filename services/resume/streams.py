@@ -150,9 +150,15 @@ class KeptStreams:
         stream = self._stream(left.request)
         stream.slot = left.decode.slot
         stream.attempt, stream.attachment = left.decode.slot.last_reader
-        entry = self._enter(stream, own, left.remaining_seconds)
-        # Once its task has begun, too: there may be more of them than may be parked.
-        asyncio.get_running_loop().call_soon(self._park, entry, context=self._context)
+        entry: _Entry
+
+        async def go_on(stream: KeptStream) -> None:
+            # Not before its task has begun: there may be more of them than may be parked, and one that is cancelled
+            # earlier frees nothing.
+            self._context.run(self._park, entry)
+            await own(stream)
+
+        entry = self._enter(stream, go_on, left.remaining_seconds)
 
     def _enter(self, stream: KeptStream, own: Own, seconds: float | None) -> _Entry:
         entry = self._entries[stream.kept.request_id] = _Entry(stream)

@@ -117,6 +117,16 @@ class Chaos:
                 # One that was to leave for good meanwhile is gone.
                 if world.nodes[fault.target] is node and fault.target not in world.absent:
                     world.start(fault.target)
+            case "kill_keeper":
+                world.keepers.kill(fault.target, silently=False)
+                await asyncio.sleep(fault.seconds)
+                world.keepers.start_again(fault.target)
+            case "pause_keeper":
+                await world.keepers.pause(fault.target, fault.seconds)
+            case "upgrade":
+                world.keepers.upgrade(fault.target)
+            case "refuse":
+                world.keepers.refuse(fault.target)
             case "pause":
                 if not node.dead and not node.paused:
                     node.paused = True
@@ -158,7 +168,7 @@ class Chaos:
             await asyncio.sleep(_PAUSED_SECONDS)
         if not world.is_up(fault.target):
             return
-        world.stopping[fault.target].set()
+        world.stop(fault.target)
         await asyncio.sleep(_DRAINED_SECONDS + world.plan.fleet.lease_seconds + fault.seconds)
         if world.nodes[fault.target] is not node:
             return

@@ -10,6 +10,7 @@ from types import BuiltinFunctionType
 from typing import Any
 
 from simulation.entropy import Time
+from simulation.fibers import Fiber
 
 NODE: "ContextVar[Node | None]" = ContextVar("node", default=None)
 # How late a timer may be.
@@ -131,6 +132,7 @@ class SimulatedLoop(asyncio.BaseEventLoop):
         self._readers: dict[Any, Callable[[], None]] = {}
         # Compared as tuples: a heap of handles would spend a tenth of all time on comparing them.
         self._timers: list[tuple[float, int, _Timer]] = []
+        self.runs_in_fibers = False  # what other threads run may block
         self.cancelled_timers = 0  # that were cancelled, at most: some have run or are forgotten
         self.set_task_factory(self._make_task)
         self.set_exception_handler(self._note_error)
@@ -276,7 +278,8 @@ class SimulatedLoop(asyncio.BaseEventLoop):
             except BaseException as error:
                 future.set_exception(error)
 
-        self.call_later(self.random.expovariate(1 / 2e-4), run)
+        start = Fiber(self, copy_context(), run).resume if self.runs_in_fibers else run
+        self.call_later(self.random.expovariate(1 / 2e-4), start)
         return future
 
     def add_reader(self, fd: Any, callback: Any, *args: Any) -> None:

@@ -2,6 +2,7 @@
 
 import asyncio
 import errno
+import os
 import random
 from collections.abc import Callable, Iterable
 from contextvars import Context, copy_context
@@ -12,7 +13,7 @@ from simulation.entropy import Time
 from simulation.loop import Node, SimulatedLoop
 
 Log = Callable[..., None]
-_SYN_SECONDS = 1.0
+_SYN_SECONDS, _BACKLOG_SECONDS = 1.0, 0.01
 _FIRST_PORT = 40000
 
 
@@ -25,6 +26,24 @@ class ListeningSocket:
         self.waiting: list[Accepted] = []
         self._watch: tuple[Callable[[], None], Context] | None = None
         self.is_listening = False
+        self.keeper: Node | None = None  # that holds it, too
+        self._descriptor = -1
+
+    @property
+    def is_held(self) -> bool:
+        """True if it is there without its process, and connections wait for the next one."""
+        return self.keeper is not None and not self.keeper.dead
+
+    def fileno(self) -> int:
+        """A descriptor of nothing else, by which others may hold it."""
+        if self._descriptor < 0:
+            self._descriptor = os.memfd_create("listen")
+        return self._descriptor
+
+    def adopt_by(self, node: Node) -> None:
+        """Another process has it from now on."""
+        self.node, self._watch = node, None
+        self._network.keep_socket(self)
 
     def getsockname(self) -> tuple[str, int]:
         return (self.host, self.port)
@@ -130,8 +149,14 @@ class Network:
         if not shares_port and (host, port) in self.sockets:
             raise OSError(errno.EADDRINUSE, "Address already in use")
         found = ListeningSocket(self, host, port, node)
-        self.sockets.setdefault((host, port), []).append(found)
+        self.keep_socket(found)
         return [found]
+
+    def keep_socket(self, socket: ListeningSocket) -> None:
+        """It can be connected to."""
+        known = self.sockets.setdefault((socket.host, socket.port), [])
+        if socket not in known:
+            known.append(socket)
 
     def forget_socket(self, socket: ListeningSocket) -> None:
         """It does not listen any more."""
@@ -145,6 +170,8 @@ class Network:
         await asyncio.sleep(self.delay() * 2)
         while self._is_out_of_reach(host, node):  # noqa: ASYNC110  # a packet is sent again
             await asyncio.sleep(_SYN_SECONDS)
+        while any(one.is_held and one.node.dead for one in self.sockets.get((host, port), ())):  # noqa: ASYNC110  # its backlog
+            await asyncio.sleep(_BACKLOG_SECONDS)
         listening = [one for one in self.sockets.get((host, port), ()) if one.is_listening and not one.node.dead]
         if not listening:
             raise ConnectionRefusedError(errno.ECONNREFUSED, f"Connect call failed ('{host}', {port})")
@@ -183,8 +210,9 @@ class Network:
 
     def kill(self, node: Node, *, silently: bool) -> None:
         """All sockets of a process: its kernel resets them, or its host is gone and says nothing."""
-        for found in [one for each in self.sockets.values() for one in each if one.node is node]:
-            self.forget_socket(found)
+        for found in [one for each in self.sockets.values() for one in each if one.node is node or one.node.dead]:
+            if not found.is_held:
+                self.forget_socket(found)
         if silently:
             self.gone.add(node.ip)
         for pair in self.between(node):

@@ -78,6 +78,11 @@ class Fleet:
     max_waiting: int = 1024  # requests that wait for a place
     registry: str = "memory"  # or etcd
     processes: int = 1  # of each router: so many of `routers` listen at the same address
+    keeps: bool = False  # its workers have keepers: kept/engine.py
+    stands_by: bool = False  # the next process of each stands by
+    hang_seconds: float = 10.0  # until a keeper kills a worker that is silent
+    kept_slots: int = 64  # of each worker's journal
+    kept_damage: float = 0.0  # how often a death damages kept blocks, and the share of them
     shares_memory: bool = False  # its mixed workers do, and there is room for one at a time
 
     @cached_property
@@ -200,7 +205,10 @@ def make_plan(seed: int, profile: str, count: int = 50) -> Plan:
     rounds = 3 if profile in ("plain", "clients") and draw.random() < 0.3 else 1
     turn = draw.choice((20e-6, 100e-6, 400e-6))
     exits = _exits(draw, seconds) if profile != "plain" else ()
-    return Plan(seed, profile, fleet, requests, faults, every, longest, turn, rounds, exits)
+    from simulation.kept.plans import with_keepers  # which is of plans
+
+    plan = Plan(seed, profile, fleet, requests, faults, every, longest, turn, rounds, exits)
+    return with_keepers(random.Random(f"keepers-{profile}-{seed}"), plan)
 
 
 def _exits(draw: random.Random, seconds: float) -> tuple[tuple[float, int], ...]:

@@ -6,13 +6,19 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+import baton_http2.client.connection
+import baton_http2.receiver
+import baton_http2.server.connection
+import baton_http2.stream
+import engine_protocol.multiplex.channel
+import engine_protocol.multiplex.replies
 from baton.errors import Unavailable
 from router.config import ProbeConfig, RetryConfig, RouterConfig, RoutingConfig
 from router.processes.siblings import STOP_SECONDS, StoppedRequests, stop_here
 from router.server import host_router
 from router.text.tokenizer import Tokenizer
 from rpc.auth.caller import Caller
-from services.config import EncodeConfig, HandoffConfig, KeepConfig, WorkerConfig
+from services.config import EncodeConfig, HandoffConfig, KeepConfig, KeepMemoryConfig, WorkerConfig
 from services.engines.simulated.config import SimulatedConfig
 from services.engines.simulated.tokens import IMAGE, byte_vocabulary
 from services.server import host_worker
@@ -20,7 +26,7 @@ from services.sleeping.config import SleepConfig
 from simulation.facades import HTTP_PORT
 from simulation.invariants.fleet import BURST_SECONDS
 from simulation.loop import Node
-from simulation.plan import HTTP_APIS, Plan
+from simulation.plan import HTTP_APIS, Fleet, Plan
 
 _DRAIN_SECONDS = 2.0
 _TURN_SECONDS, _WAKE_SECONDS = 0.3, 0.05  # of workers that share memory
@@ -64,6 +70,28 @@ class SimulatedSiblings:
         return stopping.result()
 
 
+def keepers_of(world: Any) -> Any:
+    """The keepers of a world; None if its plan has none. They need PyTorch, whose import takes as long as a run."""
+    if not world.plan.fleet.keeps:
+        return None
+    from simulation.kept.keepers import Keepers
+
+    return Keepers(world)
+
+
+def set_buffers(fleet: Fleet) -> None:
+    """Gives streams and connections buffers that answers of some hundred tokens can fill."""
+    ends = (baton_http2.server.connection, baton_http2.client.connection, baton_http2.receiver)
+    baton_http2.stream._HIGH_WATER = fleet.unsent_bytes  # type: ignore[misc]
+    for module in (baton_http2.stream, *ends):
+        module.RECEIVE_WINDOW = fleet.window_bytes  # type: ignore[attr-defined]
+    engine_protocol.multiplex.replies._PAUSE_AT = fleet.pause_tokens
+    engine_protocol.multiplex.replies._RESUME_AT = fleet.pause_tokens // 3
+    engine_protocol.multiplex.channel._LARGE_BYTES = fleet.large_bytes
+    for module in ends:
+        module.CONNECTION_WINDOW = 8 * fleet.window_bytes  # type: ignore[attr-defined]
+
+
 def router_of(plan: Plan, node: Node, registry: Any, address: str, siblings: SimulatedSiblings | None) -> Any:
     """A router by the product's own assembly, to be entered; with siblings it is one process of several."""
     fleet = plan.fleet
@@ -92,9 +120,14 @@ def router_of(plan: Plan, node: Node, registry: Any, address: str, siblings: Sim
     return host_router(config, registry, siblings=siblings, shares_port=siblings is not None)
 
 
-def worker_of(plan: Plan, node: Node, registry: Any, group: Path) -> Any:
-    """A worker by the product's own assembly, to be entered; its name says its roles. `group` is the folder of those
-    that share memory.
+def worker_of(config: WorkerConfig, registry: Any, keeper: Any = None) -> Any:
+    """A worker by the product's own assembly, to be entered."""
+    return host_worker(config, registry, keeper=keeper)
+
+
+def worker_config(plan: Plan, node: Node, group: Path, kept_slots: int = 0) -> WorkerConfig:
+    """The configuration of a worker; its name says its roles. `group` is the folder of those that share memory; with
+    `kept_slots` in its journal it has a keeper.
     """
     fleet, role = plan.fleet, node.name.partition("-")[0]
     engine = SimulatedConfig(
@@ -115,11 +148,12 @@ def worker_of(plan: Plan, node: Node, registry: Any, group: Path) -> Any:
         guided_decoding=any(asked.guided for asked in plan.requests),
     )
     shares = fleet.shares_memory and role == "mixed"
-    config = WorkerConfig(
+    return WorkerConfig(
         worker_id=node.name,
         roles=("prefill", "decode") if role == "mixed" else (role,),
         listen=f"{node.ip}:7070",
-        engine=engine,
+        engine=_kept_config(kept_slots, engine) if kept_slots else engine,
+        keep_memory=_keep_memory(fleet) if kept_slots else KeepMemoryConfig(),
         transports=(fleet.transport,),
         handoff=HandoffConfig(lease_seconds=fleet.lease_seconds),
         drain_seconds=_DRAIN_SECONDS,
@@ -127,4 +161,15 @@ def worker_of(plan: Plan, node: Node, registry: Any, group: Path) -> Any:
         keep=KeepConfig(max_parked=fleet.keep_parked),
         sleep=SleepConfig(group=group, group_bytes=1, bytes=1, turn_seconds=_TURN_SECONDS) if shares else SleepConfig(),
     )
-    return host_worker(config, registry)
+
+
+def _kept_config(slots: int, engine: SimulatedConfig) -> Any:
+    from simulation.kept.engine import KeptConfig
+
+    return KeptConfig(slots=slots, **dict(engine))
+
+
+def _keep_memory(fleet: Fleet) -> KeepMemoryConfig:
+    return KeepMemoryConfig(
+        weights=True, kv=True, imports=False, standby=fleet.stands_by, hang_seconds=fleet.hang_seconds
+    )

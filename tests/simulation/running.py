@@ -57,6 +57,8 @@ def run_here(plan: Plan, *, keeps_log: bool = False) -> Outcome:
 
 def run(plan: Plan, *, keeps_log: bool = False) -> Outcome:
     """Runs a plan in a fork."""
+    if plan.fleet.keeps:
+        import simulation.kept.keepers  # noqa: F401  # before the fork
     try:
         return in_child(partial(run_here, plan, keeps_log=keeps_log))
     except ChildProcessError:

@@ -13,6 +13,7 @@ from simulation.plan import PROFILES, from_values, make_plan
 
 ROOT = Path(__file__).resolve().parents[2]
 _SAMPLE_SECONDS = 5
+WITH_KEEPERS = 5  # a storm in which a worker with a keeper is killed, and another one upgraded
 
 
 def python(*arguments: str) -> "subprocess.CompletedProcess[str]":
@@ -37,12 +38,19 @@ def test_no_seed_of_a_sample_and_no_kept_plan_breaks_an_invariant() -> None:
 
 
 @pytest.mark.timeout(300)
-def test_a_seed_gives_the_same_log_in_two_processes(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "plan",
+    [
+        ("--seeds", str(WITH_KEEPERS), "--profile", "storm", "--requests", "25"),
+        # Its tenants' counters are equal: in the order of a message's map, processes served them in different orders.
+        ("--plan", str(ROOT / "tests/simulation/plans/clients_tenants_of_equal_counters.json")),
+    ],
+    ids=["keepers", "tenants"],
+)
+def test_a_plan_gives_the_same_log_in_two_processes(tmp_path: Path, plan: tuple[str, ...]) -> None:
     logs = [tmp_path / "first.log", tmp_path / "second.log"]
-    # Its tenants' counters are equal: in the order of a message's map, processes served them in different orders.
-    plan = ROOT / "tests/simulation/plans/clients_tenants_of_equal_counters.json"
     for log in logs:
-        simulate("--plan", str(plan), "--log", str(log))
+        simulate(*plan, "--log", str(log))
     first, second = (log.read_bytes() for log in logs)
     assert len(first) > 10_000
     assert first == second
@@ -53,6 +61,12 @@ def test_seeds_of_each_profile_give_the_same_log_twice() -> None:
     done = simulate("--repeat", "3", "--seeds", "0:0", "--requests", "15")
     assert done.returncode == 0, done.stdout + done.stderr[-3000:]
     assert "3 seeds twice: 0 differ" in done.stdout
+
+
+def test_a_seed_with_keepers_has_them() -> None:
+    plan = make_plan(WITH_KEEPERS, "storm", 25)
+    assert plan.fleet.keeps
+    assert {fault.kind for fault in plan.faults} >= {"kill", "upgrade"}
 
 
 def test_a_plan_is_the_same_after_it_was_written_and_read() -> None:

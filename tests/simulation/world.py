@@ -3,19 +3,14 @@
 import asyncio
 import hashlib
 import random
+import signal
 import traceback
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import structlog
 
-import baton_http2.client.connection
-import baton_http2.receiver
-import baton_http2.server.connection
 import baton_http2.server.server
-import baton_http2.stream
-import engine_protocol.multiplex.channel
-import engine_protocol.multiplex.replies
 import router.openai.server
 import router.text.served_model
 import rpc.channels
@@ -31,8 +26,17 @@ from simulation.invariants.fleet import PROBE_TOKENS, PROBES
 from simulation.loop import NODE, Deadlock, Node, SimulatedLoop
 from simulation.memory import MemoryGroup
 from simulation.network import Network
-from simulation.plan import CLIENTS, TENANTS, Plan, Request
-from simulation.processes import SimulatedSiblings, router_of, tokenizer_of, worker_of
+from simulation.plan import CLIENTS, Plan, Request
+from simulation.processes import (
+    SimulatedSiblings,
+    keepers_of,
+    router_of,
+    set_buffers,
+    tokenizer_of,
+    worker_config,
+    worker_of,
+)
+from simulation.readiness import missing
 from simulation.registry import SimulatedRegistry
 from simulation.steps import Steps
 
@@ -72,6 +76,7 @@ class World:
         self.absent: set[str] = set()  # workers that have left for good
         self.is_quiet = False  # all requests of the plan have ended, and all faults
         self.group = MemoryGroup(self.hosts)
+        self.keepers = keepers_of(self)
         self.chaos = Chaos(self)
         self.steps = Steps([self.chaos.step, self._tell_client])
         self.running: dict[str, Client] = {}  # by their requests' ids
@@ -132,22 +137,42 @@ class World:
         node = self.nodes.get(name)
         return name in self.hosts and node is not None and not node.dead and not self.stopping[name].is_set()
 
-    def start(self, name: str) -> Node:
-        """Starts the process of a node."""
+    def start(self, name: str) -> None:
+        """Starts the process of a node, or the keeper that starts it."""
+        if self.has_keeper(name):
+            self.keepers.start(name)
+            return
+        node = self.new_node(name)
+        self.serve(node, asyncio.Event())
+        if name not in CLIENTS:
+            node.spawn(self._host(node))
+
+    def new_node(self, name: str) -> Node:
+        """A process that has begun."""
         self._starts += 1
-        node = self.nodes[name] = Node(self.loop, name, self.ip_of(name), self._starts)
-        self.stopping[name] = asyncio.Event()
-        self.network.revive(node)
         self.log("start", name)
-        if name in CLIENTS:
-            return node
-        node.spawn(self._host(node))
-        return node
+        return Node(self.loop, name, self.ip_of(name), self._starts)
+
+    def serve(self, node: Node, stopping: asyncio.Event) -> None:
+        """A process is the one of its name, from now on."""
+        self.nodes[node.name], self.stopping[node.name] = node, stopping
+        self.network.revive(node)
+
+    def has_keeper(self, name: str) -> bool:
+        """True of a worker that has one."""
+        return self.keepers is not None and self.keepers.has(name)
+
+    def stop(self, name: str) -> None:
+        """Has a process drain, by the signal."""
+        if not self.has_keeper(name):
+            self.stopping[name].set()
+        elif name in self.keepers.running:
+            self.keepers.running[name].signal(signal.SIGTERM)
 
     def _assemble(self, node: Node, registry: Any) -> Any:
         """The router or worker of a node."""
         if not node.name.startswith("router"):
-            return worker_of(self.plan, node, registry, self.group.folder)
+            return worker_of(worker_config(self.plan, node, self.group.folder), registry)
         return router_of(self.plan, node, registry, self.address_of(node.name), self._siblings_of(node))
 
     def _siblings_of(self, node: Node) -> SimulatedSiblings | None:
@@ -160,22 +185,34 @@ class World:
                 self.hosts[node.name] = host
                 await self.stopping[node.name].wait()
         except Exception as error:
-            text = "".join(traceback.format_exception(error))[-1500:]
-            for each in self.invariants:
-                each.crashed(node, error, text)
+            self.crashed(node, error)
         finally:
             if self.nodes.get(node.name) is node:
                 self.hosts.pop(node.name, None)
 
+    def crashed(self, node: Node, error: Exception) -> None:
+        """A process has ended by an exception."""
+        text = "".join(traceback.format_exception(error))[-1500:]
+        for each in self.invariants:
+            each.crashed(node, error, text)
+
     def kill(self, name: str, *, silently: bool) -> None:
-        """Ends a process at once; silently if its host is gone."""
-        node = self.nodes[name]
+        """Ends a process at once; silently if its host is gone, with its keeper."""
+        if silently and self.has_keeper(name):
+            self.keepers.kill(name, silently=True)
+        self.end_process(self.nodes[name], silently=silently)
+
+    def end_process(self, node: Node, *, silently: bool = False, code: int = -signal.SIGKILL) -> None:
+        """Ends a process at once, with an exit code for its keeper."""
         if not node.dead:
             node.kill()
             self.group.kill(node)
             self.network.kill(node, silently=silently)
-            self.hosts.pop(name, None)
+            if self.nodes[node.name] is node:
+                self.hosts.pop(node.name, None)
             self._dead.append(node)
+            if self.keepers is not None:
+                self.keepers.process_ended(node, code)
             if not silently:
                 for each in self.invariants:
                     each.killed(node)
@@ -215,25 +252,15 @@ class World:
         rpc.channels.connect = connect
         router.text.served_model.Tokenizer = tokenizer_of  # type: ignore[misc, assignment]
         services.control._DEFAULT_INTERVAL_SECONDS = _LOAD_SECONDS
-        self._set_buffers()
+        set_buffers(self.plan.fleet)
         transport.install()
         self.group.install()
         self.steps.install()
+        if self.keepers is not None:
+            self.keepers.install()
         asyncio.set_event_loop(self.loop)
         for each in self.invariants:
             each.install()
-
-    def _set_buffers(self) -> None:
-        """Gives streams and connections buffers that answers of some hundred tokens can fill."""
-        ends = (baton_http2.server.connection, baton_http2.client.connection, baton_http2.receiver)
-        baton_http2.stream._HIGH_WATER = self.plan.fleet.unsent_bytes  # type: ignore[misc]
-        for module in (baton_http2.stream, *ends):
-            module.RECEIVE_WINDOW = self.plan.fleet.window_bytes  # type: ignore[attr-defined]
-        engine_protocol.multiplex.replies._PAUSE_AT = self.plan.fleet.pause_tokens
-        engine_protocol.multiplex.replies._RESUME_AT = self.plan.fleet.pause_tokens // 3
-        engine_protocol.multiplex.channel._LARGE_BYTES = self.plan.fleet.large_bytes
-        for module in ends:
-            module.CONNECTION_WINDOW = 8 * self.plan.fleet.window_bytes  # type: ignore[attr-defined]
 
     async def _drive(self) -> None:
         for name in (*CLIENTS, *self.plan.fleet.workers, *self.plan.fleet.router_names):
@@ -357,32 +384,7 @@ class World:
 
     def unready(self) -> Sequence[str]:
         """The part that is missing."""
-        fleet = self.plan.fleet
-        down = [name for name in (*self.workers, *fleet.router_names) if not self.is_up(name)]
-        found = [f"{name} is down" for name in down]
-        for name in fleet.router_names:
-            if name in down:
-                continue
-            peers = self.hosts[name].path.peers
-            if peers is not None and peers.count < fleet.routers:
-                # Until then each of them lends what all have together, or nothing.
-                found.append(f"{name} does not know all routers")
-            workers = {one.record.worker_id: one for one in self.hosts[name].cluster.workers}
-            found += [f"{name} does not know {one}" for one in self.workers if one not in workers]
-            found += [f"{name} has {one}, which has left for good" for one in workers if one in self.absent]
-            found += [f"{name}: {one}: {worker.problem}" for one, worker in workers.items() if worker.problem]
-        return found or self._unlent()
-
-    def _unlent(self) -> Sequence[str]:
-        """The quotas that no router lends: none does so in the first seconds of its record."""
-        if not self.plan.fleet.has_quotas:
-            return ()
-        peers = [self.hosts[name].path.peers for name in self.plan.fleet.router_names]
-        return [
-            f"no router lends the quota of {tenant}"
-            for tenant in TENANTS
-            if all(one is not None and one.lends_since(tenant) is None for one in peers)
-        ]
+        return missing(self)
 
     async def _until(self, condition: Callable[[], bool], seconds: float) -> bool:
         ends = Time.now + seconds

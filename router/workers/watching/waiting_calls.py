@@ -106,7 +106,7 @@ class WaitingCalls:
     def __init__(self, backlog: Callable[[], Backlog]) -> None:
         self._backlog = backlog
         self._calls: dict[InterruptibleCall, None] = {}
-        self._looked_at = monotonic()
+        self._looked_at, self._unseen_seconds = monotonic(), 0.0
 
     def interruptible(self, waiting: Waiting | None = None) -> InterruptibleCall:
         """A call whose body is stopped with Unavailable if the worker is found to hang.
@@ -126,16 +126,20 @@ class WaitingCalls:
 
     def interrupt_unanswered(self) -> None:
         """Stops calls that have waited too long for their answers, and that another worker could answer."""
+        now = monotonic()
+        usual_seconds, unseen_seconds = self._unseen_seconds, now - self._looked_at
+        self._unseen_seconds, self._looked_at = unseen_seconds, now
         if not self._calls:
             return
-        now, left, backlog = monotonic(), _ASKED_AT_ONCE, self._backlog()
-        unseen_seconds, self._looked_at = now - self._looked_at, now
+        left, backlog = _ASKED_AT_ONCE, self._backlog()
         for call in tuple(self._calls):
             waiting = call.waiting
             if waiting is None:
                 continue
             if waiting.awaits_answer:
                 patience_seconds = _patience_seconds(waiting, backlog)
+                if waiting.asked_at is not None and unseen_seconds > max(patience_seconds, 2 * usual_seconds):
+                    waiting.asked_at = now  # this process has stood still, and the answer may be there unread
             elif not (patience_seconds := _silence_seconds(waiting, backlog, unseen_seconds)):
                 waiting.asked_at = None
             if waiting.asked_at is None:

@@ -52,8 +52,7 @@ class SimulatedEngine(Engine):
 
     async def __aenter__(self) -> Self:
         started = monotonic()
-        num_blocks = self._config.data_parallel_ranks * self._config.num_blocks
-        self._memory = self._resources.enter_context(SharedPool(num_blocks, self._config.block_bytes))
+        self._memory = self._resources.enter_context(self._open_memory())
         self._ranks = SimulatedRanks(self._config, self._vocabulary, self._memory, self._parts)
         await asyncio.sleep(self._config.load_seconds)
         self._grammars = self._open_grammars()
@@ -71,6 +70,10 @@ class SimulatedEngine(Engine):
         finally:
             self._ranks.fail(EngineFailed("the engine is closed"))
             self._resources.close()
+
+    def _open_memory(self) -> SharedPool:
+        num_blocks = self._config.data_parallel_ranks * self._config.num_blocks
+        return SharedPool(num_blocks, self._config.block_bytes)
 
     def _open_grammars(self) -> GrammarCompiler | None:
         if not self._config.guided_decoding:

@@ -78,6 +78,9 @@ class BegunAnswer(Waiting):
     def __init__(self) -> None:
         self.is_read, self.tokens_until_now, self.others = True, 1, True
 
+    def answer_seconds(self) -> float:
+        return 10.0
+
     def silence_seconds(self) -> float:
         return 60.0 if self.is_read else 0.0
 
@@ -135,6 +138,18 @@ async def test_a_pause_of_this_process_is_no_silence_of_its_workers(worker: Work
         worker.calls.interrupt_unanswered()
         worker.calls._looked_at -= 100.0
         assert not is_given_up(worker, answer, 100.0)
+
+
+async def test_a_pause_of_this_process_is_no_wait_for_an_answer(worker: WorkerHandle) -> None:
+    call = BegunAnswer()
+    call.awaits_answer = True
+    with worker.calls.interruptible(call):
+        worker.calls.interrupt_unanswered()
+        worker.calls._looked_at -= 100.0
+        assert not is_given_up(worker, call, 100.0)
+        assert is_given_up(worker, call, 100.0)
+        with pytest.raises(asyncio.CancelledError):
+            await asyncio.sleep(0)
 
 
 async def test_an_answer_that_stands_still_is_given_up_in_time(worker: WorkerHandle) -> None:

@@ -1,7 +1,7 @@
 """The invariants of every run, whatever goes wrong: a class each. docs/simulation.md says which have caught something.
 
 base (what they are told), answers, ends (statuses, cancelled work, leases), agreement (of both ends), blocks, tables,
-fleet (recovery, quotas, logs).
+fleet (recovery, quotas, logs), keepers (kept memory).
 """
 
 from simulation.invariants.agreement import (
@@ -36,6 +36,12 @@ from simulation.invariants.fleet import (
     Recovers,
     ViewsAreFresh,
 )
+from simulation.invariants.keepers import (
+    KeptKvIsOfItsTokens,
+    KeptMemoryHasOneOwner,
+    KeptMemoryIsFreed,
+    RestartsFindTheirKv,
+)
 from simulation.invariants.tables import NothingIsLeft, TablesShrink
 
 INVARIANTS: tuple[type[Invariant], ...] = (
@@ -66,6 +72,10 @@ INVARIANTS: tuple[type[Invariant], ...] = (
     QuotasHold,
     LimitsHold,
     MemoryIsShared,
+    KeptKvIsOfItsTokens,
+    KeptMemoryHasOneOwner,
+    KeptMemoryIsFreed,
+    RestartsFindTheirKv,
     NoUnexplainedError,
 )
 

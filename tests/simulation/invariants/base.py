@@ -47,6 +47,9 @@ class Invariant:
     def killed(self, node: Any) -> None:
         """The process of a node is gone, and its host has reset its connections."""
 
+    def taken_over(self, process: Any, engine: Any) -> None:
+        """The engine of a process with a keeper has got its memory, and has computed nothing yet."""
+
     def drained(self, node: Any) -> None:
         """A node should have ended in order by now."""
 

@@ -21,6 +21,11 @@ _NOWHERE_SECONDS = 4.0
 _FEW = 2  # answers in a batch, beside which those of another worker wait longer than their router does
 _FREED_SECONDS = 1.0  # after a lease has expired
 _TRY_SECONDS = 1.0  # a shorter deadline leaves no time for a twin
+# Kinds of faults of one process, of which a twin hears nothing.
+_OF_ONE = {
+    *("kill", "vanish", "pause", "drain", "leave", "reset", "half", "slow", "lost_lease", "expire"),
+    *("kill_keeper", "pause_keeper", "upgrade", "refuse"),
+}
 _NEVER = {
     "UNKNOWN",
     "INTERNAL",
@@ -113,7 +118,7 @@ class StatusesAreRight(Invariant):
             # Each worker has a twin with room for its answers: only what touches a router, or goes on in it, is felt.
             names = set(world.plan.fleet.router_names)
             kinds = {fault.kind for fault in world.plan.faults}
-            if kinds <= {"kill", "vanish", "pause", "drain", "leave", "reset", "half", "slow", "lost_lease", "expire"}:
+            if kinds <= _OF_ONE:
                 return bool(world.chaos.disturbed(result.started, names, _AFTER_SECONDS))
         return bool(world.chaos.disturbed(result.started, None, _AFTER_SECONDS))
 
