@@ -52,7 +52,7 @@ async def serve(asked: dict[str, Any]) -> None:
 
 
 def _use_huge_pages() -> None:
-    """Moves the objects that live into huge pages, as `python -m router` does. An earlier Baton does not."""
+    """As `python -m router`."""
     try:
         from runtime.pages import use_huge_pages
     except ImportError:  # an earlier Baton's
