@@ -16,7 +16,6 @@ from discovery.record import WorkerRecord
 from router.config import RouterConfig
 from router.server import host_router
 from runtime.garbage import collect_rarely, collected_as_memory_grows, exempt_living_objects, return_large_memory
-from runtime.pages import use_huge_pages
 from runtime.telemetry.logs import configure_logging
 
 _PATIENCE_SECONDS = 400.0  # an engine loads for a minute on a busy machine
@@ -77,7 +76,6 @@ async def until_told(pipe: Connection) -> None:
 async def routing(config: RouterConfig, records: Sequence[WorkerRecord]) -> AsyncIterator[str]:
     """The address of a router in this process that finds all these workers ready."""
     registry = MemoryRegistry("benchmark")
-    use_huge_pages()  # as `python -m router`
     async with AsyncExitStack() as stack:
         for record in records:
             await stack.enter_async_context(registry.register(record))

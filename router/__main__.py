@@ -8,7 +8,6 @@ import structlog
 from router.config import RouterConfig
 from router.processes.supervisor import supervise
 from runtime.garbage import exempt_living_objects, return_large_memory
-from runtime.pages import use_huge_pages
 from runtime.process import run
 from runtime.settings import Process
 from runtime.telemetry.logs import configure_logging
@@ -44,7 +43,6 @@ async def _serve(config: RouterConfig, stopping: asyncio.Event) -> None:
     # Here: a supervisor of processes needs none of it.
     from router.server import host_router
 
-    use_huge_pages()
     tls = config.metrics_tls.server_context("metrics_tls") if config.metrics_tls else None
     with serve_monitor(config.metrics_listen, tls) as monitor:
         async with host_router(config) as router:

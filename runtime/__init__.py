@@ -8,7 +8,6 @@
 | telemetry | logs, metrics, and their HTTP server |
 | lasting | tasks that last as long as the process |
 | garbage | garbage collection without long pauses |
-| pages | objects in huge pages |
 | machine | the memory that this process may still take, and the GPUs that it may use |
 | clock, entropy, threads | the clocks, secrets and ids, and threads of this process, each in one place |
 | aio | task groups, timeouts, waits that a cancellation does not interrupt |

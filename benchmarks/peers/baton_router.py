@@ -38,7 +38,6 @@ async def serve(asked: dict[str, Any]) -> None:
             "probe": {"timeout_seconds": 20, "hung_seconds": 60},
         }
     )
-    _use_huge_pages()
     registry = MemoryRegistry("benchmark")
     async with AsyncExitStack() as stack:
         for record in asked["records"]:
@@ -51,15 +50,6 @@ async def serve(asked: dict[str, Any]) -> None:
         await asyncio.to_thread(sys.stdin.buffer.read)
 
 
-def _use_huge_pages() -> None:
-    """As `python -m router`."""
-    try:
-        from runtime.pages import use_huge_pages
-    except ImportError:  # an earlier Baton's
-        return
-    use_huge_pages()
-
-
 def _runs() -> str:
     """The interpreter and its build, and whether modules of Baton are compiled."""
     options = str(sysconfig.get_config_var("CONFIG_ARGS") or "")
@@ -70,7 +60,7 @@ def _runs() -> str:
         build = "of the distribution (Debian's has PGO)"
     else:
         build = "without PGO"
-    names = ("router", "rpc", "baton", "baton_http2", "engine_protocol", "runtime")
+    names = ("router", "rpc", "baton", "runtime")
     ours = [module for name, module in sys.modules.items() if name.partition(".")[0] in names]
     compiled = sum(str(getattr(module, "__file__", "") or "").endswith((".so", ".pyd")) for module in ours)
     what = f"{compiled} of {len(ours)} modules compiled" if compiled else "no compiled modules"

@@ -21,7 +21,6 @@ from router.processes.siblings import LinkedSiblings, stop_here
 from router.server import Router, host_router
 from runtime.aio import leaf_errors
 from runtime.garbage import exempt_living_objects, return_large_memory
-from runtime.pages import use_huge_pages
 from runtime.process import run
 from runtime.telemetry.logs import configure_logging
 from runtime.telemetry.metrics import NETWORK, REGISTRY
@@ -69,7 +68,6 @@ async def _host(config: RouterConfig, link: ProcessLink, answers: "_Answers", st
         await link.call(messages.Prepared(), messages.Done, _START_SECONDS)
 
     siblings = LinkedSiblings(link)
-    use_huge_pages()
     async with host_router(config, siblings=siblings, shares_port=True, before_listening=may_listen) as router:
         exempt_living_objects()
         answers.router = router
