@@ -218,9 +218,9 @@ class RequestExecution:
         destination = state.destination if handoff else None
         if state.ctx.keep is not None:
             state.calls.keep_next(self._kept_by(worker))
-        emitted_ids = state.completion.token_ids
+        calls = state.calls
         try:
-            await state.calls.decode(placement, prompt, handoff, emitted_ids, read, state, destination)
+            await calls.decode(placement, prompt, handoff, state.completion.token_ids, read, state, destination)
         except asyncio.CancelledError:
             await state.leave_handoff(worker)
             raise

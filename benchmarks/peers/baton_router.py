@@ -60,7 +60,7 @@ def _runs() -> str:
         build = "of the distribution (Debian's has PGO)"
     else:
         build = "without PGO"
-    names = ("router", "rpc", "baton", "runtime")
+    names = ("router", "rpc", "baton", "baton_http2", "engine_protocol", "runtime")
     ours = [module for name, module in sys.modules.items() if name.partition(".")[0] in names]
     compiled = sum(str(getattr(module, "__file__", "") or "").endswith((".so", ".pyd")) for module in ours)
     what = f"{compiled} of {len(ours)} modules compiled" if compiled else "no compiled modules"

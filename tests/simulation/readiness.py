@@ -1,4 +1,4 @@
-"""When a fleet is ready: each router sees all workers ready, and all routers."""
+"""The readiness of a fleet: each router sees all workers ready, and all routers."""
 
 from collections.abc import Sequence
 from typing import Any

@@ -10,7 +10,7 @@ _EVERY_SECONDS = 0.5
 
 
 class KeptKvIsOfItsTokens(Invariant):
-    """What a process has taken over of the prefix cache, and what it has at any time, is what its names say: nothing of
+    """The prefix cache that a process has taken over, and what it has at any time, is what its names say: nothing of
     another owner, of another epoch, or half-written.
     """
 
@@ -108,7 +108,7 @@ def _file(process: Any) -> int:
 
 
 def _open_files(inodes: Any) -> dict[int, int]:
-    """How many descriptors of each of these files this process has open."""
+    """The number of descriptors of each of these files that this process has open."""
     found: dict[int, int] = {}
     for name in os.listdir("/proc/self/fd"):
         try:

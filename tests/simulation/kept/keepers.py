@@ -112,7 +112,7 @@ class Keepers:
             keeper.node.resume()
 
     def upgrade(self, name: str) -> None:
-        """As `baton upgrade` asks for."""
+        """Upgrades a worker, as `baton upgrade` does."""
         process = self.process_of(self.world.nodes[name])
         if process is not None and process.upgrader is not None and self.world.is_up(name):
             if self.random.random() < _CHANGES:
