@@ -47,7 +47,7 @@ class Fiber:
         self._turn.acquire()
 
     def wait_until(self, is_done: Callable[[], Any], seconds: float | None) -> Any:
-        """Waits until `is_done()` is true or so long has passed; asks whenever it is resumed. Returns the last value."""
+        """Waits until `is_done()` is true or so long has passed, asking when it is resumed. Returns the last value."""
         due = None if seconds is None else Time.now + seconds
         while not (found := is_done()) and (due is None or Time.now < due):
             timer = None if due is None else self._loop.call_at(due, self.resume, context=self._context.copy())
