@@ -83,6 +83,11 @@ class TenantQuota:
         return max(requests, need.tokens / (self.quota.tokens_per_second or math.inf))
 
     @property
+    def is_unlent(self) -> bool:
+        """True if no router has lent when one was asked last."""
+        return self.away_at > -math.inf
+
+    @property
     def is_idle(self) -> bool:
         """True if nothing would be lost with it."""
         is_waited_for = self.to_begin.length or self.to_prefill.length or self.lock.locked()

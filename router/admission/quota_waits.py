@@ -70,7 +70,7 @@ class QuotaWaits:
                 await queue.turn.acquire()
         except TimeoutError:
             if queue.refusal is None:
-                raise _unavailable(tenant.name) from None
+                raise (_unavailable(tenant.name) if tenant.is_unlent else _behind(tenant)) from None
             raise _exceeded(tenant, need, queue.refusal, queue.served_at(end) - self._clock()) from None
 
     async def _use_in_turn(self, tenant: TenantQuota, need: QuotaNeed, gives_up_at: float) -> None:
@@ -131,6 +131,14 @@ def _unavailable(name: str) -> QuotaUnavailable:
     metrics.QUOTA_FALLBACKS.labels("refused").inc()
     metrics.REFUSALS.labels(QuotaUnavailable.reason).inc()
     return QuotaUnavailable(f"no router has lent the quota of tenant {name!r:.140} in time")
+
+
+def _behind(tenant: TenantQuota) -> QuotaExceeded:
+    """The error for a request that has waited for its turn alone, while a router lends."""
+    metrics.REFUSALS.labels(QuotaExceeded.reason).inc()
+    subject = tenant.name or "default"
+    why = f"tenant {subject}: requests that came before this one waited for the quota until its deadline"
+    return QuotaExceeded(why, subject=subject, retry_after_seconds=_SHORTEST_RETRY_SECONDS)
 
 
 def _exceeded(tenant: TenantQuota, need: QuotaNeed, loan: peer_pb2.QuotaLoan, seconds: float) -> QuotaExceeded:
