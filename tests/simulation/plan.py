@@ -33,6 +33,7 @@ _STEP_SECONDS = {"storm": (0.003, 0.01, 0.03, 0.06), "one_fault": (0.003, 0.01, 
 _LONG = 400  # tokens of a request, of which a pool holds so many at a time
 _SHARING = 0.1  # of the fleets have workers that share memory
 _BUSY_SECONDS = 20.0  # that all requests take, if each answer is as long as may be
+_FEW_PLACES = 4  # fewer are not held by slow readers: other requests would wait for them beyond their deadlines
 # OpenAI's completions and conversations; KServe's whole answers and streams.
 HTTP_APIS, KSERVE_APIS = ("openai", "chat"), ("kserve", "kserve_stream")
 APIS = HTTP_APIS + KSERVE_APIS
@@ -310,7 +311,7 @@ def _requests(draw: random.Random, fleet: Fleet, profile: str, count: int, secon
             values["keep"] = draw.choice((2.0, 8.0))
         if profile != "plain":
             values |= _manners(draw, values["tokens"], rude, at_steps, is_kept="keep" in values)
-            if draw.random() < slow:
+            if draw.random() < slow and _places(fleet) >= _FEW_PLACES:
                 values |= _slow(draw)
         found.append(Request(**values))
     return found
@@ -328,9 +329,13 @@ def _guided(draw: random.Random, requests: tuple[Request, ...]) -> tuple[Request
 
 def _longest_answer(fleet: Fleet, count: int) -> int:
     """The tokens of answers of which so many at once end in time: most of a deadline is not for waiting."""
+    return max(5, int(_BUSY_SECONDS * _places(fleet) / (count * fleet.step_seconds)))
+
+
+def _places(fleet: Fleet) -> int:
+    """The number of answers that are generated at once."""
     of_one = min(fleet.max_running or 100, fleet.max_batch, max(1, fleet.blocks * 16 // _LONG))
-    places = (1 if fleet.shares_memory else fleet.decode + fleet.mixed) * of_one
-    return max(5, int(_BUSY_SECONDS * places / (count * fleet.step_seconds)))
+    return (1 if fleet.shares_memory else fleet.decode + fleet.mixed) * of_one
 
 
 def _manners(draw: random.Random, tokens: int, rude: float, at_steps: float, *, is_kept: bool) -> dict[str, Any]:

@@ -210,9 +210,11 @@ class RequestsAreSomewhere(Invariant):
                     self.problem(f"{client.result.name}: runs at no worker for {_NOWHERE_SECONDS:g} s")
 
     def _can_run(self) -> bool:
-        """True if a worker of each role is there, and after a fault another one that decodes: until then requests wait
-        at their router, which sends none back to the process that has failed it.
+        """True if a router and a worker of each role are there, and after a fault another one that decodes: until then
+        requests wait at their router, which sends none back to the process that has failed it.
         """
+        if not any(True for _ in self.routers()):
+            return False
         roles = [name.partition("-")[0] for name, _ in self.workers()]
         decoders = roles.count("decode") + roles.count("mixed")
         return bool(decoders > bool(self.world.chaos.happened) and ("mixed" in roles or "prefill" in roles))
