@@ -1,5 +1,6 @@
 """Workers that refuse requests which other workers take: they are believed in what only an engine can know."""
 
+import asyncio
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -62,8 +63,7 @@ async def test_a_worker_that_alone_refuses_gets_no_requests_for_a_while_and_is_c
         [state] = [one for one in await running.list_workers() if one.worker_id == "broken"]
         assert state.state == cluster_service_pb2.WORKER_STATE_UNHEALTHY
         assert "its replies are wrong" in state.problem
-        for _ in range(8):
-            await running.generate(**LONG)
+        await asyncio.gather(*(running.generate(**LONG) for _ in range(8)))
         assert (broken.calls["Decode"], faults.grown) == (1, 1)
 
 
