@@ -100,7 +100,7 @@ def _run_seed(seed: int, options: argparse.Namespace) -> Counter[str]:
     })  # fmt: skip
     if is_repeated:
         found += Counter(repeated=1)
-        if outcome.lines != run_anew(plan):
+        if "\n".join(outcome.lines or []) + "\n" != run_anew(plan):
             found["unequal"] = 1
             print(f"UNEQUAL {plan.profile} {seed}", flush=True)
     if outcome.problems:

@@ -101,14 +101,14 @@ def _run_in_child(work: Callable[[], object], writer: int) -> None:
         os._exit(status)
 
 
-def run_anew(plan: Plan) -> list[str]:
+def run_anew(plan: Plan) -> str:
     """The log of a run in a process of its own, where all objects have other addresses than in a fork of this one."""
     with TemporaryDirectory() as folder:
         file, log = Path(folder, "plan.json"), Path(folder, "run.log")
         file.write_text(plan.to_json(), encoding="utf-8")
         command = [sys.executable, "-m", "simulation", "--plan", str(file), "--log", str(log), "--quiet"]
         subprocess.run(command, check=False, stdout=subprocess.DEVNULL)
-        return log.read_text(encoding="utf-8").splitlines() if log.exists() else []
+        return log.read_text(encoding="utf-8") if log.exists() else ""
 
 
 def run_all(plans: Iterable[Plan], seconds: float = float("inf")) -> Iterator[Outcome]:
