@@ -25,7 +25,7 @@ UP := $(if $(MODE),--mode $(MODE)) $(if $(ENCODE),--encode $(ENCODE)) $(if $(PRE
 
 # What `make test` runs: `make test TESTS="tests/devtools -k doctor"`.
 TESTS ?= tests
-# As many processes at once as fit this machine: two more than it has cores, if there is memory for them.
+# As many processes at once as fit this machine: one more than it has cores, if there is memory for them.
 JOBS ?= auto
 AT_ONCE = -n $(JOBS) --dist worksteal
 # Which implementation of gRPC's server they run on: grpcio or http2; empty is the default.

@@ -11,8 +11,8 @@ _CPU_QUOTA = Path("/sys/fs/cgroup/cpu.max")
 
 
 def processes_at_once(cores: int, memory_bytes: int) -> int:
-    """Two more than there are cores, as far as the memory that is free goes, and never none."""
-    return max(1, min(cores + 2, memory_bytes // _PROCESS_BYTES))
+    """One more than there are cores, as far as the memory that is free goes, and never none."""
+    return max(1, min(cores + 1, memory_bytes // _PROCESS_BYTES))
 
 
 def here() -> int:
