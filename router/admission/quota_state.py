@@ -84,7 +84,7 @@ class TenantQuota:
 
     @property
     def is_unlent(self) -> bool:
-        """True if no router has lent when one was asked last."""
+        """True if no router lent this quota when it was last asked for."""
         return self.away_at > -math.inf
 
     @property

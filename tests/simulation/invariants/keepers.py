@@ -68,7 +68,7 @@ class RestartsFindTheirKv(Invariant):
         self._known[keeper] = _file(process), keeper.freed
         found = engine.kept.is_found
         if found and file != _file(process):
-            self.problem(f"{keeper.name}: process {process.pid} has found memory of nobody")
+            self.problem(f"{keeper.name}: process {process.pid} has found memory that no process has left")
         if file and not found and freed == keeper.freed:
             self.problem(f"{keeper.name}: process {process.pid} has not found the memory that its keeper holds")
 
