@@ -11,6 +11,7 @@ from dataclasses import replace
 from itertools import count
 from pathlib import Path
 
+from simulation.elsewhere import run_elsewhere
 from simulation.hashes import fix_hashes
 from simulation.plan import PROFILES, Plan, make_plan, read_plan
 from simulation.running import Outcome, run, run_all
@@ -29,7 +30,7 @@ def main() -> None:
     if options.log:
         plan = next(_plans(options))
         outcome = run(plan, keeps_log=True)
-        Path(options.log).write_text("\n".join(outcome.lines or []) + "\n", encoding="utf-8")
+        Path(options.log).write_text(outcome.log, encoding="utf-8")
         _report(outcome, is_quiet=False)
         sys.exit(bool(outcome.problems))
     failed = _repeated(options) if options.repeat else 0
@@ -91,14 +92,14 @@ def _run_seeds(options: argparse.Namespace) -> int:
 
 
 def _repeated(options: argparse.Namespace) -> int:
-    """Runs seeds twice, with their logs. Returns how many differ."""
+    """Runs seeds here and in another process, with their logs. Returns how many differ."""
     differ, first = 0, int(options.seeds.partition(":")[0])
     for seed in range(first, first + options.repeat):
         plan = make_plan(seed, PROFILES[1 + seed % 3], options.requests)
-        one, other = (run(plan, keeps_log=True) for _ in range(2))
-        if one.lines != other.lines or one.digest != other.digest:
+        one, other = run(plan, keeps_log=True).log, run_elsewhere(plan)
+        if one != other:
             differ += 1
-            pairs = zip(one.lines or [], other.lines or [], strict=False)
+            pairs = zip(one.split("\n"), other.split("\n"), strict=False)
             print(f"seed {seed} differs at {next((pair for pair in pairs if pair[0] != pair[1]), 'its end')}")
     print(f"{options.repeat} seeds twice: {differ} differ")
     return differ

@@ -22,9 +22,10 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
+from simulation.elsewhere import run_elsewhere
 from simulation.hashes import fix_hashes
 from simulation.plan import PROFILES, Plan, make_plan
-from simulation.running import Outcome, in_child, run_anew, run_here
+from simulation.running import Outcome, in_child, run_here
 
 _SEED_CPU_SECONDS = 120  # a run that takes more is taken for one that never ends
 _LAST_SEED_SECONDS = 40  # of wall time
@@ -100,7 +101,7 @@ def _run_seed(seed: int, options: argparse.Namespace) -> Counter[str]:
     })  # fmt: skip
     if is_repeated:
         found += Counter(repeated=1)
-        if "\n".join(outcome.lines or []) + "\n" != run_anew(plan):
+        if outcome.log != run_elsewhere(plan):
             found["unequal"] = 1
             print(f"UNEQUAL {plan.profile} {seed}", flush=True)
     if outcome.problems:

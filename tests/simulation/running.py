@@ -3,15 +3,12 @@
 import gc
 import os
 import pickle
-import subprocess
 import sys
 import traceback
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
-from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import TypeVar
 
 from simulation import entropy
@@ -35,6 +32,11 @@ class Outcome:
     cpu_seconds: float = 0.0
     virtual_seconds: float = 0.0
     lines: list[str] | None = None
+
+    @property
+    def log(self) -> str:
+        """The events, one after another; empty if they were not kept."""
+        return "".join(f"{line}\n" for line in self.lines or [])
 
     @property
     def kind(self) -> str:
@@ -99,16 +101,6 @@ def _run_in_child(work: Callable[[], object], writer: int) -> None:
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(status)
-
-
-def run_anew(plan: Plan) -> str:
-    """The log of a run in a process of its own, where all objects have other addresses than in a fork of this one."""
-    with TemporaryDirectory() as folder:
-        file, log = Path(folder, "plan.json"), Path(folder, "run.log")
-        file.write_text(plan.to_json(), encoding="utf-8")
-        command = [sys.executable, "-m", "simulation", "--plan", str(file), "--log", str(log), "--quiet"]
-        subprocess.run(command, check=False, stdout=subprocess.DEVNULL)
-        return log.read_text(encoding="utf-8") if log.exists() else ""
 
 
 def run_all(plans: Iterable[Plan], seconds: float = float("inf")) -> Iterator[Outcome]:
