@@ -12,8 +12,9 @@ from itertools import count
 from pathlib import Path
 
 from simulation.hashes import fix_hashes
-from simulation.plan import PROFILES, Plan, make_plan, read_plan
+from simulation.plan import PROFILES, Plan, read_plan
 from simulation.running import Outcome, run, run_all
+from simulation.seeds import make_plan
 from simulation.shrink import Shrinker
 
 PLANS = Path(__file__).parent / "plans"

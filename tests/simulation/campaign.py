@@ -23,8 +23,9 @@ from pathlib import Path
 from typing import Any
 
 from simulation.hashes import fix_hashes
-from simulation.plan import PROFILES, Plan, make_plan
+from simulation.plan import PROFILES, Plan
 from simulation.running import Outcome, in_child, run_anew, run_here
+from simulation.seeds import make_plan
 
 _SEED_CPU_SECONDS = 120  # a run that takes more is taken for one that never ends
 _LAST_SEED_SECONDS = 40  # of wall time

@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from simulation.mutants import INVARIANTS_FILE, Mutant, read
-from simulation.plan import PROFILES, from_values, make_plan
+from simulation.plan import PROFILES, from_values
+from simulation.seeds import make_plan
 
 ROOT = Path(__file__).resolve().parents[2]
 _SAMPLE_SECONDS = 5
