@@ -4,7 +4,7 @@ import asyncio
 from dataclasses import dataclass, field
 from typing import Any
 
-from grpc import aio
+from grpc import StatusCode, aio
 
 from baton.connection.credentials import TENANT_KEY
 from baton.connection.retry import Resume
@@ -12,6 +12,7 @@ from baton.error_details import from_rpc_error
 from baton.generation.resuming import Received
 from baton.inference.v1 import generate_pb2 as pb
 from baton.inference.v1 import inference_service_pb2_grpc
+from router.resume.handle import Handle
 from simulation.channel import SimulatedChannel
 from simulation.entropy import Time
 from simulation.facades import HttpCall, KServeCall, KServeStream
@@ -65,6 +66,7 @@ class Client:
         self.ended: asyncio.Future[None] = world.loop.create_future()
         self.ends_at = Time.now + asked.timeout
         self._call: Any = None
+        self._received: Received | None = None
         self._tasks: list[Any] = []
         self._steps = 0
 
@@ -94,7 +96,7 @@ class Client:
     async def _answer(self) -> None:
         result, asked = self.result, self._asked
         resume = Resume(keep_seconds=asked.keep, stall_seconds=2.0) if asked.keep else None
-        received = Received(self._message(), resume)
+        received = self._received = Received(self._message(), resume)
         ends_at = self.ends_at = Time.now + asked.timeout
         if asked.leave_seconds >= 0:
             self._after(asked.leave_seconds, self._leave)
@@ -108,6 +110,9 @@ class Client:
         while True:
             await self._stream(received, number, ends_at - Time.now)
             if result.code != "DROPPED":
+                return
+            if asked.by_handle and result.cancelled_at is not None:
+                result.code, result.left = "LEFT", True  # it does not resume what it has cancelled
                 return
             number += 1
             result.resumptions += 1
@@ -225,19 +230,30 @@ class Client:
 
     async def _cancel(self) -> None:
         self.result.cancelled_at = Time.now
-        name = self._world.plan.fleet.router_names[self._asked.router]
+        names = self._world.plan.fleet.router_names
+        handle = self._received.handle if self._asked.by_handle and self._received is not None else ""
+        # Each other one does so at another router, as a client that has lost its own.
+        number = self._asked.router + (self.result.index % 2 if handle else 0)
+        name = names[number % len(names)]
         channel = SimulatedChannel(f"{self._world.address_of(name)}:7070")
         stub = inference_service_pb2_grpc.InferenceServiceStub(channel)
         metadata = ((TENANT_KEY, self._asked.tenant),) if self._asked.tenant else None
         try:
-            asked = pb.CancelGenerationRequest(request_id=self.request_id)
+            asked = pb.CancelGenerationRequest(request_id="" if handle else self.request_id, handle=handle)
             await stub.CancelGeneration(asked, timeout=_CANCEL_SECONDS, metadata=metadata)
+            self._tell_cancelled(handle)
         except aio.AioRpcError as error:
             self._world.log("cancel", self.result.index, error.code().name)
+            if error.code() is StatusCode.NOT_FOUND:
+                self._tell_cancelled(handle)  # no worker had it; none begins it
         except asyncio.CancelledError:
             self._world.log("cancel", self.result.index, "left")
         finally:
             await channel.close()
+
+    def _tell_cancelled(self, handle: str) -> None:
+        for each in self._world.invariants if handle else ():
+            each.cancelled(self.result, Handle.parse(handle).call_id)
 
     def _message(self) -> pb.GenerateRequest:
         asked = self._asked

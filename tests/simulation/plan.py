@@ -114,6 +114,7 @@ class Request:
     step_count: int = 1
     step_delay: float = 0.0
     step_act: str = "leave"  # or cancel, drop
+    by_handle: bool = False  # it cancels by its answer's handle, once it has that, perhaps at another router
     retries: int = 0  # how often a client sends it again that was told UNAVAILABLE
     tenant: str = ""
     api: str = ""  # or one of APIS

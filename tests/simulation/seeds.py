@@ -52,7 +52,8 @@ def make_plan(seed: int, profile: str, count: int = 50) -> Plan:
     turn = draw.choice((20e-6, 100e-6, 400e-6))
     exits = _exits(draw, seconds) if profile != "plain" else ()
     plan = Plan(seed, profile, fleet, requests, faults, every, longest, turn, rounds, exits)
-    return with_keepers(random.Random(f"keepers-{profile}-{seed}"), plan)
+    plan = with_keepers(random.Random(f"keepers-{profile}-{seed}"), plan)
+    return replace(plan, requests=_by_handle(random.Random(f"handles-{profile}-{seed}"), plan))
 
 
 def _exits(draw: random.Random, seconds: float) -> tuple[tuple[float, int], ...]:
@@ -168,6 +169,20 @@ def _guided(draw: random.Random, requests: tuple[Request, ...]) -> tuple[Request
         replace(asked, guided=draw.choice(GUIDES)) if guided else asked
         for asked, guided in zip(requests, is_guided, strict=True)
     )
+
+
+def _by_handle(draw: random.Random, plan: Plan) -> tuple[Request, ...]:
+    """In half of the seeds kept answers are cancelled by their handles, too. Drawn apart, as grammars are."""
+    share = draw.choice((0.0, 0.0, 0.1, 0.3)) if plan.profile != "plain" else 0.0
+    found = []
+    for asked in plan.requests:
+        if asked.keep and share and (asked.step_act == "cancel" or asked.cancel_seconds >= 0):
+            asked = replace(asked, by_handle=draw.random() < 0.7)
+        elif asked.keep and not asked.disturbs and not asked.drops and draw.random() < share:
+            step, delay = draw.choice(CLIENT_STEPS), draw.choice(MOMENTS)
+            asked = replace(asked, step=step, step_delay=delay, step_act="cancel", by_handle=True)
+        found.append(asked)
+    return tuple(found)
 
 
 def _longest_answer(fleet: Fleet, count: int) -> int:

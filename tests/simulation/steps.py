@@ -7,6 +7,8 @@
 | pull | a block was read | the reader |
 | release | a lease is about to be released | its owner |
 | token | a client got tokens | the worker that decodes |
+| start | a process of a worker with a keeper begins | the worker |
+| takeover | it has the memory that another one has left, and has computed nothing yet | the worker |
 """
 
 from collections.abc import Callable
@@ -72,6 +74,10 @@ class Steps:
         LeaseTable.release = releasing  # type: ignore[method-assign]
         transport.record_blocks(lambda reader: self.tell("pull", reader.name, ""))
 
+    def request_of(self, call_id: str) -> str:
+        """The client's id of a request's call; empty if it is not known."""
+        return self._requests.get(router_call(call_id), "")
+
     def _note(self, ctx: RequestContext) -> None:
         self._requests[ctx.call_id] = ctx.request_id
         self.ids.setdefault(ctx.request_id, set()).add(ctx.call_id)
@@ -82,7 +88,7 @@ class Steps:
     def _at_node(self, step: str, call_id: str) -> None:
         node = NODE.get()
         if node is not None:
-            self.tell(step, node.name, self._requests.get(router_call(call_id), ""))
+            self.tell(step, node.name, self.request_of(call_id))
 
 
 def router_call(call_id: str) -> str:
