@@ -9,6 +9,7 @@ _KEEPING = 0.25  # of the seeds
 _FAULTS = 0.6  # of the faults in them are of these kinds
 # Of a keeper, and of a worker that has one.
 KEEPER_KINDS = ("kill_keeper", "pause_keeper", "upgrade", "refuse", "reconfigure", "roll_out", "roll_out")
+_LONGEST_PAUSE = 1.7  # seconds of a roll-out, between two workers
 # Of a process that begins, and of one that takes over: what is aimed at these steps happens amid them.
 _STEPS = ("start", "takeover")
 _AMID = ("kill", "kill", "pause", "kill_keeper", "pause_keeper", "upgrade", "reconfigure")
@@ -50,8 +51,12 @@ def _kept_fault(draw: random.Random, fleet: Fleet, fault: Fault, share: float = 
     kind = draw.choice(("kill", "kill", "pause", *KEEPER_KINDS))
     seconds = draw.choice(LENGTHS)
     target = fault.target if fault.target in names or not fault.target else draw.choice(names)
-    others = tuple(names) if kind == "roll_out" else ()
-    return replace(fault, kind=kind, target=target or draw.choice(names), others=others, seconds=seconds)
+    others: tuple[str, ...] = ()
+    if kind == "roll_out":
+        others, seconds = tuple(names), min(seconds, _LONGEST_PAUSE)
+    if not target and kind not in ("kill", "pause"):  # what is aimed at a step hits the worker that does it
+        target = draw.choice(names)
+    return replace(fault, kind=kind, target=target, others=others, seconds=seconds)
 
 
 def _amid(draw: random.Random) -> Fault:
