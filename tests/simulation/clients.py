@@ -21,6 +21,7 @@ from simulation.plan import CLIENTS, Request
 from simulation.reference import picture_of, prompt_of, text_of
 
 _PAUSE_SECONDS = 0.3
+_STALL_SECONDS = 0.3  # after which an answer stands still for its client
 _CANCEL_SECONDS = 10.0
 _PATIENCE_SECONDS = 2.0
 _DECODED = 2  # tokens, of which a decode worker has made one at least, and keeps the answer
@@ -222,9 +223,11 @@ class Client:
             self._dropped = True
 
     async def _watch(self, received: Received) -> None:
-        """Takes a router that is silent for one that is lost."""
+        """Takes a router that is silent for one that is lost; an answer may have been given up before."""
         while True:
             await asyncio.sleep(_PAUSE_SECONDS)
+            if received.handle and received.silence.seconds > _STALL_SECONDS:
+                self.step("stall")
             if received.is_silent():
                 self._drop()
 

@@ -179,8 +179,10 @@ def _by_handle(draw: random.Random, plan: Plan) -> tuple[Request, ...]:
         if asked.keep and share and (asked.step_act == "cancel" or asked.cancel_seconds >= 0):
             asked = replace(asked, by_handle=draw.random() < 0.7)
         elif asked.keep and not asked.disturbs and not asked.drops and draw.random() < share:
-            step, delay = draw.choice(CLIENT_STEPS), draw.choice(MOMENTS)
-            asked = replace(asked, step=step, step_delay=delay, step_act="cancel", by_handle=True)
+            # Who waits for an answer that stands still gives it up: its router may be between two workers then.
+            step = "stall" if draw.random() < 0.5 else draw.choice(CLIENT_STEPS)
+            count, delay = draw.choice((1, 1, 2)), draw.choice(MOMENTS)
+            asked = replace(asked, step=step, step_count=count, step_delay=delay, step_act="cancel", by_handle=True)
         found.append(asked)
     return tuple(found)
 

@@ -7,6 +7,7 @@
 | pull | a block was read | the reader |
 | release | a lease is about to be released | its owner |
 | token | a client got tokens | the worker that decodes |
+| stall | a client has got nothing of a kept answer for a while | (of clients alone) |
 | start | a process of a worker with a keeper begins | the worker |
 | takeover | it has the memory that another one has left, and has computed nothing yet | the worker |
 """
