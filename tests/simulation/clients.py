@@ -68,6 +68,7 @@ class Client:
         self.ends_at = Time.now + asked.timeout
         self._call: Any = None
         self._received: Received | None = None
+        self._cancelling: Any = None
         self._tasks: list[Any] = []
         self._steps = 0
 
@@ -75,6 +76,11 @@ class Client:
     def request_id(self) -> str:
         """The value in the request."""
         return f"r{self.result.index}"
+
+    @property
+    def _handle(self) -> str:
+        """The handle that it cancels by; empty if it does not, or has none yet."""
+        return self._received.handle if self._asked.by_handle and self._received is not None else ""
 
     async def run(self) -> Result:
         """Asks, and again if it was told to."""
@@ -89,7 +95,8 @@ class Client:
                 await asyncio.sleep(_PAUSE_SECONDS)
         finally:
             for one in self._tasks:
-                one.cancel()
+                if one is not self._cancelling:  # by its handle: that is waited for, whatever became of the answer
+                    one.cancel()
         result.ended = Time.now
         self._world.log("end", result.index, result.code, result.reason, result.text)
         return result
@@ -209,6 +216,8 @@ class Client:
 
     def _begin_cancel(self) -> None:
         self._tasks.append(asyncio.ensure_future(self._cancel()))
+        if self._handle:
+            self._cancelling = self._tasks[-1]
 
     def _after(self, seconds: float, call: Any) -> None:
         self._tasks.append(asyncio.get_running_loop().call_later(seconds, call))
@@ -234,7 +243,7 @@ class Client:
     async def _cancel(self) -> None:
         self.result.cancelled_at = Time.now
         names = self._world.plan.fleet.router_names
-        handle = self._received.handle if self._asked.by_handle and self._received is not None else ""
+        handle = self._handle
         # Each other one does so at another router, as a client that has lost its own.
         number = self._asked.router + (self.result.index % 2 if handle else 0)
         name = names[number % len(names)]

@@ -172,8 +172,12 @@ def _guided(draw: random.Random, requests: tuple[Request, ...]) -> tuple[Request
 
 
 def _by_handle(draw: random.Random, plan: Plan) -> tuple[Request, ...]:
-    """In half of the seeds kept answers are cancelled by their handles, too. Drawn apart, as grammars are."""
-    share = draw.choice((0.0, 0.0, 0.1, 0.3)) if plan.profile != "plain" else 0.0
+    """In half of the seeds kept answers are cancelled by their handles, too, and in all with keepers. Drawn apart, as
+    grammars are.
+    """
+    share = draw.choice((0.1, 0.3, 0.6) if plan.fleet.keeps else (0.0, 0.0, 0.1, 0.3))
+    if plan.profile == "plain":
+        return plan.requests
     found = []
     for asked in plan.requests:
         if asked.keep and share and (asked.step_act == "cancel" or asked.cancel_seconds >= 0):
