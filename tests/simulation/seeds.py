@@ -24,7 +24,7 @@ from simulation.plan import (
 
 # What a fault or a client may be aimed at; steps.py.
 WORKER_STEPS = ("prefill", "decode", "prefetch", "ended", "pull", "release", "token", "token", "token")
-CLIENT_STEPS = ("encode", "prefill", "decode", "prefetch", "release", "token")
+CLIENT_STEPS = ("encode", "prefill", "decode", "prefetch", "release", "token", "ended")
 # Of one worker and its twin.
 _KINDS_OF_ONE = (PROCESS_KINDS, tuple(kind for kind in NETWORK_KINDS if kind != "partition"), REGISTRY_KINDS)
 LEASE_LENGTHS = (2.5, 3.1, 3.5, 4.5, 15.0)

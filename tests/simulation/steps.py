@@ -12,6 +12,7 @@
 | takeover | it has the memory that another one has left, and has computed nothing yet | the worker |
 """
 
+import asyncio
 from collections.abc import Callable
 from typing import Any
 
@@ -33,6 +34,7 @@ class Steps:
         self._requests: dict[str, str] = {}  # the client's id of each call at workers
         self.ids: dict[str, set[str]] = {}  # of the calls at workers, by the client's id
         self.routers: dict[str, Any] = {}  # the node whose request a call is, by the call's id
+        self._admitted: dict[Any, str] = {}  # the call that each task of a worker runs
         self.kept: set[str] = set()  # calls that go on without their router
         self.first: dict[str, str] = {}  # of several answers to a request: the call of the first one, by the others'
 
@@ -58,11 +60,12 @@ class Steps:
 
         def admitting(calls: Calls, kind: str, request_id: str, *arguments: Any) -> None:
             admit(calls, kind, request_id, *arguments)
+            self._admitted[asyncio.current_task()] = request_id
             self._at_node(kind, request_id)
 
         def ending(call: RunningCall) -> None:
             end(call)
-            self._at_node("ended", "")
+            self._at_node("ended", self._admitted.pop(call._task, ""))
 
         async def releasing(table: LeaseTable, handoff_id: str, reader: str = "") -> Released:
             lease = table.find(handoff_id)
