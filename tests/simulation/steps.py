@@ -65,7 +65,7 @@ class Steps:
 
         def ending(call: RunningCall) -> None:
             end(call)
-            self._at_node("ended", self._admitted.pop(call._task, ""))
+            self._at_node("ended", self._admitted.pop(asyncio.current_task(), ""))
 
         async def releasing(table: LeaseTable, handoff_id: str, reader: str = "") -> Released:
             lease = table.find(handoff_id)

@@ -1,4 +1,4 @@
-"""What was cancelled by its handle begins nowhere any more, and nobody finds what another process says wrong."""
+"""Cancels by handle, and the replies of one process to another."""
 
 from typing import Any
 
