@@ -11,7 +11,8 @@
 | etcd | a simulated etcd, for the product's own client |
 | facades | calls of the routers' other APIs |
 | steps | the steps of requests, at which faults and clients are aimed |
-| plan | what runs, what is asked and what goes wrong, drawn from a seed or read from a file |
+| plan | what runs, what is asked and what goes wrong: what a file of it has |
+| seeds | the plan of a seed |
 | clients, chaos | who asks, and what goes wrong, as the plan says |
 | reference | the right answers |
 | processes | routers and workers by Baton's own assemblies, as a plan configures them |

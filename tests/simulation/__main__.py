@@ -13,8 +13,9 @@ from pathlib import Path
 
 from simulation.elsewhere import run_elsewhere
 from simulation.hashes import fix_hashes
-from simulation.plan import PROFILES, Plan, make_plan, read_plan
+from simulation.plan import PROFILES, Plan, read_plan
 from simulation.running import Outcome, run, run_all
+from simulation.seeds import make_plan
 from simulation.shrink import Shrinker
 
 PLANS = Path(__file__).parent / "plans"

@@ -24,8 +24,9 @@ from typing import Any
 
 from simulation.elsewhere import run_elsewhere
 from simulation.hashes import fix_hashes
-from simulation.plan import PROFILES, Plan, make_plan
+from simulation.plan import PROFILES, Plan
 from simulation.running import Outcome, in_child, run_here
+from simulation.seeds import make_plan
 
 _SEED_CPU_SECONDS = 120  # a run that takes more is taken for one that never ends
 _LAST_SEED_SECONDS = 40  # of wall time

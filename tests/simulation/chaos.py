@@ -33,7 +33,7 @@ class Happened:
         """The nodes that it touches."""
         return (
             {self.fault.target, *self.fault.others}
-            if self.fault.kind in ("cut", "partition", "reset_all")
+            if self.fault.kind in ("cut", "partition", "reset_all", "roll_out")
             else {self.fault.target}
         )
 
@@ -127,6 +127,10 @@ class Chaos:
                 world.keepers.upgrade(fault.target)
             case "refuse":
                 world.keepers.refuse(fault.target)
+            case "reconfigure":
+                world.keepers.reconfigure(fault.target)
+            case "roll_out":
+                await world.keepers.roll_out(fault.seconds)
             case "pause":
                 if not node.dead and not node.paused:
                     node.paused = True

@@ -4,7 +4,7 @@ import asyncio
 from dataclasses import dataclass, field
 from typing import Any
 
-from grpc import aio
+from grpc import StatusCode, aio
 
 from baton.connection.credentials import TENANT_KEY
 from baton.connection.retry import Resume
@@ -12,6 +12,7 @@ from baton.error_details import from_rpc_error
 from baton.generation.resuming import Received
 from baton.inference.v1 import generate_pb2 as pb
 from baton.inference.v1 import inference_service_pb2_grpc
+from router.resume.handle import Handle
 from simulation.channel import SimulatedChannel
 from simulation.entropy import Time
 from simulation.facades import HttpCall, KServeCall, KServeStream
@@ -20,6 +21,7 @@ from simulation.plan import CLIENTS, Request
 from simulation.reference import picture_of, prompt_of, text_of
 
 _PAUSE_SECONDS = 0.3
+_STALL_SECONDS = 0.3  # after which an answer stands still for its client
 _CANCEL_SECONDS = 10.0
 _PATIENCE_SECONDS = 2.0
 _DECODED = 2  # tokens, of which a decode worker has made one at least, and keeps the answer
@@ -65,6 +67,8 @@ class Client:
         self.ended: asyncio.Future[None] = world.loop.create_future()
         self.ends_at = Time.now + asked.timeout
         self._call: Any = None
+        self._received: Received | None = None
+        self._cancelling: Any = None
         self._tasks: list[Any] = []
         self._steps = 0
 
@@ -72,6 +76,11 @@ class Client:
     def request_id(self) -> str:
         """The value in the request."""
         return f"r{self.result.index}"
+
+    @property
+    def _handle(self) -> str:
+        """The handle that it cancels by; empty if it does not, or has none yet."""
+        return self._received.handle if self._asked.by_handle and self._received is not None else ""
 
     async def run(self) -> Result:
         """Asks, and again if it was told to."""
@@ -86,7 +95,8 @@ class Client:
                 await asyncio.sleep(_PAUSE_SECONDS)
         finally:
             for one in self._tasks:
-                one.cancel()
+                if one is not self._cancelling:  # by its handle: that is waited for, whatever became of the answer
+                    one.cancel()
         result.ended = Time.now
         self._world.log("end", result.index, result.code, result.reason, result.text)
         return result
@@ -94,7 +104,7 @@ class Client:
     async def _answer(self) -> None:
         result, asked = self.result, self._asked
         resume = Resume(keep_seconds=asked.keep, stall_seconds=2.0) if asked.keep else None
-        received = Received(self._message(), resume)
+        received = self._received = Received(self._message(), resume)
         ends_at = self.ends_at = Time.now + asked.timeout
         if asked.leave_seconds >= 0:
             self._after(asked.leave_seconds, self._leave)
@@ -108,6 +118,9 @@ class Client:
         while True:
             await self._stream(received, number, ends_at - Time.now)
             if result.code != "DROPPED":
+                return
+            if asked.by_handle and result.cancelled_at is not None:
+                result.code, result.left = "LEFT", True  # it does not resume what it has cancelled
                 return
             number += 1
             result.resumptions += 1
@@ -203,6 +216,8 @@ class Client:
 
     def _begin_cancel(self) -> None:
         self._tasks.append(asyncio.ensure_future(self._cancel()))
+        if self._handle:
+            self._cancelling = self._tasks[-1]
 
     def _after(self, seconds: float, call: Any) -> None:
         self._tasks.append(asyncio.get_running_loop().call_later(seconds, call))
@@ -217,27 +232,40 @@ class Client:
             self._dropped = True
 
     async def _watch(self, received: Received) -> None:
-        """Takes a router that is silent for one that is lost."""
+        """Takes a router that is silent for one that is lost; an answer may have been given up before."""
         while True:
             await asyncio.sleep(_PAUSE_SECONDS)
+            if received.handle and received.silence.seconds > _STALL_SECONDS:
+                self.step("stall")
             if received.is_silent():
                 self._drop()
 
     async def _cancel(self) -> None:
         self.result.cancelled_at = Time.now
-        name = self._world.plan.fleet.router_names[self._asked.router]
+        names = self._world.plan.fleet.router_names
+        handle = self._handle
+        # Each other one does so at another router, as a client that has lost its own.
+        number = self._asked.router + (self.result.index % 2 if handle else 0)
+        name = names[number % len(names)]
         channel = SimulatedChannel(f"{self._world.address_of(name)}:7070")
         stub = inference_service_pb2_grpc.InferenceServiceStub(channel)
         metadata = ((TENANT_KEY, self._asked.tenant),) if self._asked.tenant else None
         try:
-            asked = pb.CancelGenerationRequest(request_id=self.request_id)
+            asked = pb.CancelGenerationRequest(request_id="" if handle else self.request_id, handle=handle)
             await stub.CancelGeneration(asked, timeout=_CANCEL_SECONDS, metadata=metadata)
+            self._tell_cancelled(handle)
         except aio.AioRpcError as error:
             self._world.log("cancel", self.result.index, error.code().name)
+            if error.code() is StatusCode.NOT_FOUND:
+                self._tell_cancelled(handle)  # no worker had it; none begins it
         except asyncio.CancelledError:
             self._world.log("cancel", self.result.index, "left")
         finally:
             await channel.close()
+
+    def _tell_cancelled(self, handle: str) -> None:
+        for each in self._world.invariants if handle else ():
+            each.cancelled(self.result, Handle.parse(handle).call_id)
 
     def _message(self) -> pb.GenerateRequest:
         asked = self._asked

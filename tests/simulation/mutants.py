@@ -154,8 +154,9 @@ def hunt_here(mutant: Mutant, seconds: float, first_seed: int, requests: int = 5
     plant(mutant)
     if mutant.profile == "embedded":
         return _hunt_embedded(mutant, seconds, first_seed)
-    from simulation.plan import PROFILES, make_plan
+    from simulation.plan import PROFILES
     from simulation.running import run
+    from simulation.seeds import make_plan
 
     progress = Hunt(mutant.name, first_seed)
     while progress.cpu_seconds < seconds:

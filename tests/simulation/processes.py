@@ -125,14 +125,14 @@ def worker_of(config: WorkerConfig, registry: Any, keeper: Any = None) -> Any:
     return host_worker(config, registry, keeper=keeper)
 
 
-def worker_config(plan: Plan, node: Node, group: Path, kept_slots: int = 0) -> WorkerConfig:
+def worker_config(plan: Plan, node: Node, group: Path, kept_slots: int = 0, blocks: int = 0) -> WorkerConfig:
     """The configuration of a worker; its name says its roles. `group` is the folder of those that share memory; with
-    `kept_slots` in its journal it has a keeper.
+    `kept_slots` in its journal it has a keeper, and perhaps other `blocks` than the plan says.
     """
     fleet, role = plan.fleet, node.name.partition("-")[0]
     engine = SimulatedConfig(
         name="demo",
-        num_blocks=fleet.blocks,
+        num_blocks=blocks or fleet.blocks,
         block_tokens=16,
         block_bytes=64,
         data_parallel_ranks=fleet.ranks if role == "decode" else 1,

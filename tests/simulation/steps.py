@@ -7,8 +7,12 @@
 | pull | a block was read | the reader |
 | release | a lease is about to be released | its owner |
 | token | a client got tokens | the worker that decodes |
+| stall | a client has got nothing of a kept answer for a while | (of clients alone) |
+| start | a process of a worker with a keeper begins | the worker |
+| takeover | it has the memory that another one has left, and has computed nothing yet | the worker |
 """
 
+import asyncio
 from collections.abc import Callable
 from typing import Any
 
@@ -30,6 +34,7 @@ class Steps:
         self._requests: dict[str, str] = {}  # the client's id of each call at workers
         self.ids: dict[str, set[str]] = {}  # of the calls at workers, by the client's id
         self.routers: dict[str, Any] = {}  # the node whose request a call is, by the call's id
+        self._admitted: dict[Any, str] = {}  # the call that each task of a worker runs
         self.kept: set[str] = set()  # calls that go on without their router
         self.first: dict[str, str] = {}  # of several answers to a request: the call of the first one, by the others'
 
@@ -55,11 +60,12 @@ class Steps:
 
         def admitting(calls: Calls, kind: str, request_id: str, *arguments: Any) -> None:
             admit(calls, kind, request_id, *arguments)
+            self._admitted[asyncio.current_task()] = request_id
             self._at_node(kind, request_id)
 
         def ending(call: RunningCall) -> None:
             end(call)
-            self._at_node("ended", "")
+            self._at_node("ended", self._admitted.pop(asyncio.current_task(), ""))
 
         async def releasing(table: LeaseTable, handoff_id: str, reader: str = "") -> Released:
             lease = table.find(handoff_id)
@@ -72,6 +78,10 @@ class Steps:
         LeaseTable.release = releasing  # type: ignore[method-assign]
         transport.record_blocks(lambda reader: self.tell("pull", reader.name, ""))
 
+    def request_of(self, call_id: str) -> str:
+        """The client's id of a request's call; empty if it is not known."""
+        return self._requests.get(router_call(call_id), "")
+
     def _note(self, ctx: RequestContext) -> None:
         self._requests[ctx.call_id] = ctx.request_id
         self.ids.setdefault(ctx.request_id, set()).add(ctx.call_id)
@@ -82,7 +92,7 @@ class Steps:
     def _at_node(self, step: str, call_id: str) -> None:
         node = NODE.get()
         if node is not None:
-            self.tell(step, node.name, self._requests.get(router_call(call_id), ""))
+            self.tell(step, node.name, self.request_of(call_id))
 
 
 def router_call(call_id: str) -> str:

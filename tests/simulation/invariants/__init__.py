@@ -1,7 +1,7 @@
 """The invariants of every run, whatever goes wrong: a class each. docs/simulation.md says which have caught something.
 
-base (what they are told), answers, ends (statuses, cancelled work, leases), agreement (of both ends), blocks, tables,
-fleet (recovery, quotas, logs), keepers (kept memory).
+base (what they are told), answers, ends (statuses, cancelled work, leases), cancels (by handle; and wrong replies),
+agreement (of both ends), blocks, tables, fleet (recovery, quotas, logs), keepers (kept memory).
 """
 
 from simulation.invariants.agreement import (
@@ -20,6 +20,7 @@ from simulation.invariants.answers import (
 )
 from simulation.invariants.base import Invariant
 from simulation.invariants.blocks import BlocksHaveOneOwner, EngineFollowsCalls, KvIsConfirmed, KvIsOfItsPrompt
+from simulation.invariants.cancels import CancelsByHandleHold, RepliesAreRight
 from simulation.invariants.ends import (
     CancelledWorkStops,
     EveryCallEnds,
@@ -38,8 +39,10 @@ from simulation.invariants.fleet import (
 )
 from simulation.invariants.keepers import (
     KeptKvIsOfItsTokens,
+    KeptMemoryHasItsForm,
     KeptMemoryHasOneOwner,
     KeptMemoryIsFreed,
+    LeftAnswersAreWhole,
     RestartsFindTheirKv,
 )
 from simulation.invariants.tables import NothingIsLeft, TablesShrink
@@ -54,6 +57,8 @@ INVARIANTS: tuple[type[Invariant], ...] = (
     EveryCallEnds,
     StatusesAreRight,
     CancelledWorkStops,
+    CancelsByHandleHold,
+    RepliesAreRight,
     RequestsAreSomewhere,
     CallsHaveCallers,
     NothingWaitsForTheLost,
@@ -74,8 +79,10 @@ INVARIANTS: tuple[type[Invariant], ...] = (
     MemoryIsShared,
     KeptKvIsOfItsTokens,
     KeptMemoryHasOneOwner,
+    KeptMemoryHasItsForm,
     KeptMemoryIsFreed,
     RestartsFindTheirKv,
+    LeftAnswersAreWhole,
     NoUnexplainedError,
 )
 

@@ -50,6 +50,12 @@ class Invariant:
     def taken_over(self, process: Any, engine: Any) -> None:
         """The engine of a process with a keeper has got its memory, and has computed nothing yet."""
 
+    def memory_got(self, process: Any, form: str, found: Any) -> None:
+        """A process with a keeper has got kept memory that is to have this form, or has made it."""
+
+    def cancelled(self, result: Any, call_id: str) -> None:
+        """A kept answer was cancelled by its handle, in which its first call's id is, and the client was told so."""
+
     def drained(self, node: Any) -> None:
         """A node should have ended in order by now."""
 

@@ -3,8 +3,11 @@
 import os
 from typing import Any
 
+from services.resume.streams import KeptStreams
+from services.resume.takeover import LeftStream
 from simulation.entropy import Time
 from simulation.invariants.base import Invariant
+from simulation.reference import reference, text_of_ids
 
 _EVERY_SECONDS = 0.5
 
@@ -51,6 +54,44 @@ class KeptMemoryHasOneOwner(Invariant):
                 and _file(other) == _file(process)
             ):
                 self.problem(f"{process.node.name}: process {process.pid} has the memory that {other.pid} has")
+
+
+class KeptMemoryHasItsForm(Invariant):
+    """A process takes memory over only if it was made for what the process needs: by its configuration of now."""
+
+    def __init__(self, world: Any) -> None:
+        super().__init__(world)
+        self._forms: dict[int, str] = {}  # of each pool's file
+
+    def memory_got(self, process: Any, form: str, found: Any) -> None:
+        file = os.fstat(found.pool).st_ino
+        if not found.is_found:
+            self._forms[file] = form
+        elif self._forms[file] != form:
+            self.problem(f"{process.node.name}: process {process.pid} needs {form}, and has got {self._forms[file]}")
+
+
+class LeftAnswersAreWhole(Invariant):
+    """A kept answer that the next process goes on with has ids of its own, from the first one on."""
+
+    def install(self) -> None:
+        take_over = KeptStreams.take_over
+
+        def taking_over(streams: KeptStreams, left: LeftStream, own: Any) -> None:
+            self._check(left.request)
+            take_over(streams, left, own)
+
+        KeptStreams.take_over = taking_over  # type: ignore[method-assign]
+
+    def _check(self, request: Any) -> None:
+        steps = self.world.steps
+        client = self.world.running.get(steps.request_of(request.request_id))
+        if client is None or request.request_id in steps.first:
+            return  # another one of several answers, whose number is not known
+        expected = reference(client.result.asked)[: len(request.emitted)]
+        if list(request.emitted) != expected:
+            found = f"{text_of_ids(list(request.emitted))!r} instead of {text_of_ids(expected)!r}"
+            self.problem(f"{client.result.name}: goes on after {found} in the next process")
 
 
 class RestartsFindTheirKv(Invariant):

@@ -16,6 +16,7 @@ _BOUNDED = {
     "Blocks", "BlockKeys", "KvIndex", "Cache", "ExpectedBlocks", "PromptHasher",
     "Ledger", "Tenant.served", "RankCosts._known", "Sequence",  # of prompts and tenants; the last batch of each engine
     "OptionChecks",  # options that were right, up to a number of them
+    "KeptStreams._cancelled",  # answers that were cancelled by their handles, up to a number of them
     "Method", "WrapMethods._handlers",  # of each server, one for each method that was ever called
     "HpackDecoder._remembered", "Connection._ended_early",  # of a connection: its first header blocks, its last streams
 }  # fmt: skip

@@ -174,7 +174,8 @@ class KeptEngine(SimulatedEngine):
     """A SimulatedEngine of one rank, whose keeper holds its memory."""
 
     end_here: ClassVar[Callable[[Node], None]]  # of the world: kills a process
-    opened: ClassVar[Callable[["KeptEngine"], None]]  # of a law: told of each that has taken over
+    got: ClassVar[Callable[["KeptEngine", str, KeptPool], None]]  # told of what one has got or made
+    opened: ClassVar[Callable[["KeptEngine"], None]]  # told of each that has taken over
 
     def __init__(self, config: KeptConfig, rules: AllocationRules, keeper: Any) -> None:
         super().__init__(config, rules)
@@ -190,15 +191,25 @@ class KeptEngine(SimulatedEngine):
         slot = SlotShape(config.context_tokens, config.num_blocks)
         shape = KeptShape(layout, config.num_blocks, slot, self._slots)
         form = f"{layout.digest} {config.num_blocks} {self._slots}"
-        found = await loop.run_in_executor(None, KeptPool.find, self._keeper, form)
-        if found is None:
-            device = torch.device("cpu")
-            found = await loop.run_in_executor(None, KeptPool.create, self._keeper, form, shape, device)
-        self.kept = found
+        self.kept = found = await loop.run_in_executor(None, self._get, form, shape)
         self.files = [os.fstat(each).st_ino for each in (found.pool, found.seals, found.journal)]
         await super().__aenter__()
         self._recover(shape)
         return self
+
+    def _get(self, form: str, shape: KeptShape) -> KeptPool:
+        found = KeptPool.find(self._keeper, form)
+        if found is None:
+            found = KeptPool.create(self._keeper, form, shape, torch.device("cpu"))
+        KeptEngine.got(self, form, found)
+        return found
+
+    def close_pages(self) -> None:
+        """Unmaps its pool, of which it has told nobody yet."""
+        pages = getattr(self, "_memory", None)
+        if pages is not None:
+            pages._bytes.release()
+            pages._mapping.close()
 
     async def __aexit__(self, *exception: object) -> None:
         await super().__aexit__(*exception)

@@ -50,11 +50,31 @@ class KeptProcess:
         self.client: KeeperClient | None = None
         self.engine: KeptEngine | None = None
         self.upgrader: Upgrader | None = None
+        self.opening: KeptEngine | None = None  # that has got memory, and has not taken it over yet
+        self._unopened: dict[int, int] = {}  # the inodes of descriptors of such memory
 
     def connect(self) -> KeeperClient:
         """Its client, once."""
         self.client = KeeperClient(self.end)
         return self.client
+
+    def note_memory(self, descriptors: Sequence[int]) -> None:
+        """It has got or made kept memory, which its engine is about to take over."""
+        self._unopened.update({each: os.fstat(each).st_ino for each in descriptors})
+
+    def has_opened(self, engine: KeptEngine) -> None:
+        """Its engine owns its memory from now on."""
+        self.engine, self.opening = engine, None
+        self._unopened.clear()
+
+    def close_unopened(self) -> None:
+        """It has died, perhaps amid its start."""
+        if self.opening is not None:
+            self.opening.close_pages()
+        for descriptor, inode in self._unopened.items():
+            if _inode(descriptor) == inode:
+                os.close(descriptor)
+        self._unopened.clear()
 
     def end_with(self, code: int) -> None:
         """It is dead: its kernel closes what it had open, and tells its parent."""
@@ -64,6 +84,14 @@ class KeptProcess:
                 each.close()
         os.eventfd_write(self.ended, 1)
         self.keeper.wake()
+
+
+def _inode(descriptor: int) -> int | None:
+    """The inode of what is open there; None if nothing is."""
+    try:
+        return os.fstat(descriptor).st_ino
+    except OSError:
+        return None
 
 
 class SimulatedChild:
@@ -302,6 +330,7 @@ def _memory(size: int) -> int:
         raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
     descriptor = anonymous_file(size)
     _Here.files.add(os.fstat(descriptor).st_ino)
+    keeper.world.keepers.process_of(NODE.get()).note_memory([descriptor])
     return descriptor
 
 

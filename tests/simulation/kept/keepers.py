@@ -6,7 +6,9 @@ from random import Random
 from typing import Any
 
 from baton.errors import BatonError
+from services.engines.pytorch.kv_cache.kept_cache import KeptPool
 from services.keeping import Upgrader, beating, begin_start, note_start
+from simulation.entropy import Time
 from simulation.kept import engine as kept_engine
 from simulation.kept import keeper as own_keeper
 from simulation.kept.engine import KeptEngine
@@ -15,6 +17,7 @@ from simulation.loop import Node
 from simulation.processes import worker_config, worker_of
 
 _CHANGES = 0.3  # of the upgrades are to another configuration
+_READY_SECONDS, _LOOK_SECONDS = 15.0, 0.1  # for the next process of a worker, before those of others are replaced, too
 _RESTART_SECONDS = 0.5  # until the keeper's supervisor has started it again
 
 
@@ -28,7 +31,9 @@ class Keepers:
         self._processes: dict[Node, KeptProcess] = {}
         self.files: set[int] = set()  # the inodes of all memory that was ever kept
         self.mappings: list[tuple[KeptProcess, list[int]]] = []  # of pool, seals and journal
-        self.slots: dict[str, int] = {}  # of workers whose configuration has changed
+        # Of workers whose configuration has changed:
+        self.slots: dict[str, int] = {}
+        self.blocks: dict[str, int] = {}
         self._numbers = 0
 
     @property
@@ -58,6 +63,7 @@ class Keepers:
         is_first = len(process.keeper.living) == 1
         node, process.stopping = self.world.new_node(process.keeper.name), asyncio.Event()
         process.node, self._processes[node] = node, process
+        self.world.steps.tell("start", node.name, "")
         if is_first:
             self.world.serve(node, process.stopping)
         node.spawn(self._host(process))
@@ -66,7 +72,7 @@ class Keepers:
         """The worker in a process, as `python -m services` does it."""
         node, world, code = process.node, self.world, 0
         slots = self.slots.get(node.name, world.plan.fleet.kept_slots)
-        config = worker_config(world.plan, node, world.group.folder, kept_slots=slots)
+        config = worker_config(world.plan, node, world.group.folder, slots, self.blocks.get(node.name, 0))
         try:
             keeper = process.connect()
             begin_start(keeper, config)
@@ -92,6 +98,7 @@ class Keepers:
             return
         if process.engine is not None:
             process.engine.die(self.random, self.world.plan.fleet.kept_damage)
+        process.close_unopened()
         process.end_with(code)
         is_host_there = not process.keeper.node.dead
         if is_host_there and self.world.nodes[node.name] is node and (living := process.keeper.living):
@@ -111,19 +118,48 @@ class Keepers:
             await asyncio.sleep(seconds)
             keeper.node.resume()
 
-    def upgrade(self, name: str) -> None:
-        """Upgrades a worker, as `baton upgrade` does."""
+    def reconfigure(self, name: str) -> None:
+        """Changes a worker's configuration: its next process is to have memory of another form."""
+        if self.random.random() < 0.5:
+            self.slots[name] = self.random.choice((3, 5))
+        else:
+            self.blocks[name] = self.world.plan.fleet.blocks + self.random.choice((8, 32))
+
+    async def roll_out(self, seconds: float) -> None:
+        """Upgrades all workers, one after another, each so long after the routers have seen that all are ready again;
+        sometimes to another configuration, whose memory has another form.
+        """
+        has_changed = self.random.random() < _CHANGES
+        for name in [one for one in self.world.workers if self.has(one)]:
+            if has_changed:
+                self.reconfigure(name)
+            node, ends = self.world.nodes[name], Time.now + _READY_SECONDS
+            upgrading = self.upgrade(name, changes=0.0)
+            while upgrading is not None and Time.now < ends:
+                is_refused = upgrading.done() and not upgrading.result()
+                if is_refused or (self.world.nodes[name] is not node and self.world.is_ready()):
+                    break
+                await asyncio.sleep(_LOOK_SECONDS)
+            await asyncio.sleep(seconds)
+
+    def upgrade(self, name: str, changes: float = _CHANGES) -> Any:
+        """Upgrades a worker, as `baton upgrade` does; that share of them to another configuration. Returns the task,
+        whose result is whether the next process was ready.
+        """
         process = self.process_of(self.world.nodes[name])
         if process is not None and process.upgrader is not None and self.world.is_up(name):
-            if self.random.random() < _CHANGES:
-                self.slots[name] = self.random.choice((3, 5))  # another configuration, whose memory has another form
-            process.node.spawn(self._upgrade(name, process.upgrader))
+            if self.random.random() < changes:
+                self.reconfigure(name)
+            return process.node.spawn(self._upgrade(name, process.upgrader))
+        return None
 
-    async def _upgrade(self, name: str, upgrader: Upgrader) -> None:
+    async def _upgrade(self, name: str, upgrader: Upgrader) -> bool:
         try:
             await upgrader.upgrade()
         except BatonError as error:
             self.world.log("no upgrade", name, error)
+            return False
+        return True
 
     def refuse(self, name: str) -> None:
         """A keeper and its worker are killed for lack of memory, and the next ones get none at first."""
@@ -160,15 +196,25 @@ class Keepers:
     def install(self) -> None:
         """Lets keepers and their workers run in this world."""
         KeptEngine.end_here = staticmethod(lambda node: self.world.end_process(node, code=-signal.SIGKILL))
-        KeptEngine.opened = staticmethod(self._opened)
+        KeptEngine.got, KeptEngine.opened = staticmethod(self._got), staticmethod(self._opened)
         kept_engine.install()
         own_keeper.install(self.find, self.files)
         self.world.loop.runs_in_fibers = True
 
+    def _got(self, engine: KeptEngine, form: str, found: KeptPool) -> None:
+        process = self.process_of(engine.node)
+        assert process is not None
+        process.opening = engine
+        process.note_memory([found.pool, found.seals, found.journal])
+        for each in self.world.invariants:
+            each.memory_got(process, form, found)
+
     def _opened(self, engine: KeptEngine) -> None:
         process = self.process_of(engine.node)
         assert process is not None
-        process.engine = engine
+        process.has_opened(engine)
+        if engine.kept.is_found:
+            self.world.steps.tell("takeover", process.node.name, "")
         self.mappings.append((process, engine.files))
         for each in self.world.invariants:
             each.taken_over(process, engine)
