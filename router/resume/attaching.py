@@ -1,6 +1,5 @@
 """The answers of a handle on their workers: attached to, told of, and forgotten."""
 
-import asyncio
 from collections.abc import Sequence
 from contextlib import AsyncExitStack, suppress
 from dataclasses import dataclass, field
@@ -22,7 +21,7 @@ from router.workers.handle import WorkerHandle
 from router.workers.replies import check_attached
 from rpc.auth.caller import current_caller
 from rpc.channels import best_effort
-from runtime.aio import gather_or_cancel, timeout
+from runtime.aio import gather_or_cancel, gather_to_completion, timeout
 
 log = structlog.get_logger(__name__)
 
@@ -211,10 +210,7 @@ class Attacher:
         first = await self._cancel(0, request)
         # Of an answer that is lost, the others may go on.
         others = range(1, first.answers if first else self._max_answers)
-        found = await asyncio.gather(*(self._cancel(answer, request) for answer in others), return_exceptions=True)
-        for one in found:
-            if isinstance(one, BaseException):  # the others have ended
-                raise one
+        found = await gather_to_completion(self._cancel(answer, request) for answer in others)
         if first is None and not any(found):
             raise StreamLost("no worker has this answer; from now on they refuse to go on with it for another router")
 

@@ -282,8 +282,11 @@ async def _awaited(task: "asyncio.Task[bool]") -> None:
 
 async def _not_found(adopting: "asyncio.Task[bool]") -> StoredResponse:
     await wait_until_done(adopting)
-    with suppress(StreamLost, asyncio.CancelledError):
-        adopting.result()
+    try:
+        with suppress(StreamLost, asyncio.CancelledError):
+            adopting.result()
+    finally:
+        del adopting  # its error has this frame
     raise RequestNotFound("no such response is kept, here or on a decode worker")
 
 
