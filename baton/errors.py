@@ -236,6 +236,12 @@ class LoraNotHere(Unavailable):
     reason = "LORA_NOT_HERE"
 
 
+class WorkerTimeout(Unavailable):
+    """A worker that is connected did not answer in time, or its answer stood still. It may be busy: retry later."""
+
+    reason = "WORKER_TIMEOUT"
+
+
 class MediaUnavailable(Unavailable):
     """A media item could not be fetched from where its URI points: retry later. No worker has failed."""
 

@@ -200,7 +200,9 @@ def _check_response(
     is_possible = 0 <= seconds <= _LONGEST_DELAY_SECONDS and abs(delay.nanos) < 1_000_000_000
     if response.HasField("keep"):
         keep = response.keep
-        violations.require(keep.seconds >= 0 <= keep.nanos < 1_000_000_000, "response.keep", "must not be negative")
+        violations.require(
+            keep.seconds >= 0 <= keep.nanos < 1_000_000_000, "response.keep", "must be a duration that is not negative"
+        )
     violations.require(is_possible, "response.max_delay", f"must be from 0 to {_LONGEST_DELAY_SECONDS:g} s")
 
 

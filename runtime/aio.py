@@ -3,7 +3,7 @@
 import asyncio
 import math
 import sys
-from collections.abc import Coroutine, Iterable, Iterator
+from collections.abc import Coroutine, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
@@ -22,6 +22,7 @@ __all__ = [
     "forget_cancellation",
     "forget_frames",
     "gather_or_cancel",
+    "gather_to_completion",
     "leaf_errors",
     "retrieved",
     "run_to_completion",
@@ -47,16 +48,37 @@ async def gather_or_cancel(coroutines: Iterable[Coroutine[Any, Any, Result]]) ->
     try:
         return await asyncio.gather(*tasks)
     finally:
-        for task in tasks:
-            task.cancel()
+        try:
+            await _cancel_all(tasks)
+        finally:
+            # An error that is raised has this frame, and its task has the error.
+            tasks.clear()
+
+
+async def _cancel_all(tasks: "Sequence[asyncio.Future[Any]]") -> None:
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def gather_to_completion(coroutines: Iterable[Coroutine[Any, Any, Result]]) -> list[Result]:
+    """The same, but all of them run to their ends before a failure is raised."""
+    tasks = [asyncio.ensure_future(coroutine) for coroutine in coroutines]
+    try:
         await asyncio.gather(*tasks, return_exceptions=True)
+        return await asyncio.gather(*tasks)
+    finally:
+        tasks.clear()
 
 
 async def run_to_completion(work: Coroutine[Any, Any, Result]) -> Result:
     """The result of `work`, which ends even if the caller is cancelled."""
     task = asyncio.ensure_future(work)
-    await wait_until_done(task)
-    return task.result()
+    try:
+        await wait_until_done(task)
+        return task.result()
+    finally:
+        del task  # its error has this frame
 
 
 async def run_with_background(background: Coroutine[Any, Any, None], work: Coroutine[Any, Any, Result]) -> Result:
@@ -72,9 +94,12 @@ async def run_with_background(background: Coroutine[Any, Any, None], work: Corou
         beside.cancel()
         main.cancel()
         await wait_until_done(beside, main)
-    if not is_finished:
-        beside.result()
-    return main.result()
+    try:
+        if not is_finished:
+            beside.result()
+        return main.result()
+    finally:
+        del beside, main  # their errors have this frame
 
 
 async def sleep_together(seconds: float, every: float) -> None:

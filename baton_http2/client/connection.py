@@ -35,7 +35,7 @@ class ClientConnection(asyncio.Protocol):
 
     loop: asyncio.AbstractEventLoop
     # For mypyc.
-    __deletable__: ClassVar = ("heads", "liveness", "receiver")
+    __deletable__: ClassVar = ("call", "heads", "liveness", "receiver")
 
     transport: asyncio.Transport
     output: Output

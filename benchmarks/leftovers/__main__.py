@@ -1,4 +1,4 @@
-"""Measures how many bytes a request leaves behind, by how it ended: in the router, and in its workers.
+"""Measures how many bytes a request leaves behind, by how it ended: in its two routers, and in their workers.
 
     PYTHONPATH=.:tests python -m benchmarks.leftovers [--requests 50000] [--lanes 64] [--server http2]
         [--only NAME ...] [--each] [--objects]

@@ -1,4 +1,4 @@
-"""A router and simulated workers of all roles, in two processes that say what they hold."""
+"""Two routers and simulated workers of all roles, in two processes that say what they hold."""
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
@@ -31,6 +31,8 @@ from services.engines.simulated.config import SimulatedConfig
 from services.server import host_worker
 
 MODEL = "leftovers"
+# So long answers are kept that nobody reads.
+KEEP_SECONDS = 2
 REFUSED_TENANT = "refused"
 _WORKERS = ("encode-0", "prefill-0", "prefill-1", "decode-0", "decode-1", "embed-0", "diffuse-0")
 
@@ -39,15 +41,16 @@ Command = Literal["heap", "tasks", "watch", "garbage"]
 
 @dataclass(frozen=True, slots=True)
 class Cluster:
-    """The running processes, and how many tasks they have without requests."""
+    """The running processes, and how many tasks they have without requests. `other_address` is the second router's."""
 
     address: str
+    other_address: str
     openai_address: str
     pipes: tuple[Pipe, ...]
     tasks: tuple[int, ...]
 
     async def settled(self) -> None:
-        """Waits until no task of a request is left."""
+        """Waits until no task of a request is left, and no kept answer."""
         while any(now > idle for now, idle in zip(await self.ask("tasks"), self.tasks, strict=True)):  # noqa: ASYNC110
             await asyncio.sleep(0.01)
 
@@ -65,12 +68,12 @@ class Cluster:
 
 @asynccontextmanager
 async def running_cluster(server: ServerKind) -> AsyncIterator[Cluster]:
-    """A router, two prefill and two decode workers, and one of each other role, on this kind of server."""
+    """Two routers, two prefill and two decode workers, and one of each other role, on this kind of server."""
     async with child(_run_workers, server) as (workers, _):
         records = await received(workers)
         async with child(_run_router, server, records) as (router, _):
-            address, openai_address = await received(router)
-            idle = Cluster(address, openai_address, (router, workers), (0, 0))
+            addresses = await received(router)
+            idle = Cluster(*addresses, (router, workers), (0, 0))
             yield replace(idle, tasks=await _idle_tasks(idle))
 
 
@@ -87,10 +90,11 @@ def _run_workers(pipe: Pipe, server: ServerKind) -> None:
     async def serve() -> None:
         registry = MemoryRegistry("leftovers")
         async with AsyncExitStack() as stack:
-            for each in _WORKERS:
-                await stack.enter_async_context(host_worker(_worker(each, server), registry))
+            workers = [
+                await stack.enter_async_context(host_worker(_worker(each, server), registry)) for each in _WORKERS
+            ]
             pipe.send(registry.workers())
-            await _answer(pipe)
+            await _answer(pipe, lambda: sum(len(each.kept) for each in workers))
 
     run_process(serve)
 
@@ -102,29 +106,28 @@ def _run_router(pipe: Pipe, server: ServerKind, records: list[WorkerRecord]) -> 
         async with AsyncExitStack() as stack:
             for record in records:
                 await stack.enter_async_context(registry.register(record))
-            router = await stack.enter_async_context(host_router(_router(server), registry))
-            while sum(not worker.problem for worker in router.cluster.workers) < len(records):  # noqa: ASYNC110
+            routers = [await stack.enter_async_context(host_router(_router(server), registry)) for _ in range(2)]
+            while any(  # noqa: ASYNC110
+                sum(not worker.problem for worker in router.cluster.workers) < len(records) for router in routers
+            ):
                 await asyncio.sleep(0.01)
-            pipe.send((router.address, router.openai_address))
+            first, other = routers
+            pipe.send((first.address, other.address, first.openai_address))
             await _answer(pipe)
 
     run_process(serve)
 
 
-async def _answer(pipe: Pipe) -> None:
-    """Answers commands until it is told to stop."""
+async def _answer(pipe: Pipe, kept: Callable[[], int] = lambda: 0) -> None:
+    """Answers commands until it is told to stop. `kept` is the number of kept answers."""
     answers: dict[str, Callable[[], object]] = {
         "heap": heap,
-        "tasks": _tasks,
+        "tasks": lambda: len(asyncio.all_tasks()) + kept(),
         "watch": garbage.watch,
         "garbage": garbage.found,
     }
     while (command := await asyncio.to_thread(pipe.recv)) != "stop":
         pipe.send(answers[command]())
-
-
-def _tasks() -> int:
-    return len(asyncio.all_tasks())
 
 
 def _router(server: ServerKind) -> RouterConfig:

@@ -16,6 +16,7 @@ from support.images.pictures import picture
 from baton.connection.credentials import TENANT_KEY
 from baton.inference.v1 import generate_pb2, image_pb2, image_pb2_grpc, inference_service_pb2_grpc
 from baton.kserve import inference_pb2
+from benchmarks.leftovers import kept
 from benchmarks.leftovers.cluster import MODEL, REFUSED_TENANT, Cluster
 from engine_protocol.fault_injection import FAULT_KEY
 from router.kserve.service import NAME as KSERVE
@@ -47,11 +48,12 @@ class Clients:
         self._cluster = cluster
         self._stack = AsyncExitStack()
         self._channels: Sequence[aio.Channel] = ()
+        self._other_channels: Sequence[aio.Channel] = ()
         self._http: httpx2.AsyncClient | None = None
 
     async def __aenter__(self) -> "Clients":
-        opened = [open_channel(self._cluster.address, replaced_options=_OWN_CONNECTION) for _ in range(_CHANNELS)]
-        self._channels = [await self._stack.enter_async_context(each) for each in opened]
+        self._channels = await self._open(self._cluster.address)
+        self._other_channels = await self._open(self._cluster.other_address)
         limits = httpx2.Limits(max_connections=64)
         self._http = await self._stack.enter_async_context(
             httpx2.AsyncClient(
@@ -63,6 +65,10 @@ class Clients:
     async def __aexit__(self, *_: object) -> None:
         await self._stack.aclose()
 
+    async def _open(self, address: str) -> Sequence[aio.Channel]:
+        opened = [open_channel(address, replaced_options=_OWN_CONNECTION) for _ in range(_CHANNELS)]
+        return [await self._stack.enter_async_context(each) for each in opened]
+
     @property
     def channel(self) -> aio.Channel:
         """One of the channels."""
@@ -72,6 +78,11 @@ class Clients:
     def stub(self) -> inference_service_pb2_grpc.InferenceServiceStub:
         """On one of the channels."""
         return inference_service_pb2_grpc.InferenceServiceStub(self.channel)
+
+    @property
+    def other_stub(self) -> inference_service_pb2_grpc.InferenceServiceStub:
+        """To the other router."""
+        return inference_service_pb2_grpc.InferenceServiceStub(random.choice(self._other_channels))
 
     @property
     def http(self) -> httpx2.AsyncClient:
@@ -228,6 +239,18 @@ def _status_of(act: Act) -> Act:
     return caught
 
 
+def _kept(act: kept.KeptAct) -> Act:
+    """Either router is the first one."""
+
+    async def swapped(clients: Clients) -> str:
+        stubs = [clients.stub, clients.other_stub]
+        random.shuffle(stubs)
+        await act(*stubs)
+        return "OK"
+
+    return _status_of(swapped)
+
+
 async def _quota(clients: Clients) -> str:
     call = clients.stub.Generate(_request(), metadata=((TENANT_KEY, REFUSED_TENANT),), timeout=30)
     async for _ in call:
@@ -260,6 +283,8 @@ _LOST = {
 }
 # Where many requests have failed at once no worker counts as healthy for a moment.
 _MIGRATED = ("OK", "UNAVAILABLE")
+# A first answer whose decode has not begun is not kept.
+_LEFT_EARLY = ("OK", "NOT_FOUND")
 
 OUTCOMES: Sequence[Outcome] = (
     _outcome("answered", _generate(), "OK"),
@@ -310,4 +335,13 @@ OUTCOMES: Sequence[Outcome] = (
     _outcome("migrated in decode", _generate("drop@decode:4"), *_MIGRATED),
     _outcome("migrated: the handoff lost", _generate("drop@held"), *_MIGRATED),
     _outcome("migrated: the handoff lost as it is pulled", _generate("drop@pull"), *_MIGRATED),
+    _outcome("kept, answered", _kept(kept.answered), "OK"),
+    _outcome("kept, cancelled by id", _kept(kept.cancelled_by_id), "OK"),
+    _outcome("kept, cancelled by handle", _kept(kept.cancelled_by_handle), "OK"),
+    _outcome("kept, cancelled by handle elsewhere", _kept(kept.cancelled_elsewhere), "OK"),
+    _outcome("kept, left", _kept(kept.left), "OK"),
+    _outcome("kept, left and cancelled", _kept(kept.left_and_cancelled), *_LEFT_EARLY),
+    _outcome("kept, resumed", _kept(kept.resumed), *_LEFT_EARLY),
+    _outcome("kept, resumed from a copy", _kept(kept.resumed_from_copy), "OK"),
+    _outcome("kept, resumed and cancelled", _kept(kept.resumed_and_cancelled), *_LEFT_EARLY),
 )

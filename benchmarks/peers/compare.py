@@ -90,9 +90,12 @@ class Comparison:
         self._cores = cores
         self.measured: list[Measured] = []
         self.left_out: list[str] = []
+        self.finished_rounds = 0
 
     async def run(self) -> None:
-        """Starts everything, and measures. SIGTERM ends it in order: no process is left behind."""
+        """Starts everything, and measures. SIGTERM ends it in order: no process is left behind, and the rounds that are
+        finished by then are there.
+        """
         task = asyncio.current_task()
         assert task
         asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
@@ -107,8 +110,20 @@ class Comparison:
                 else:
                     self.measured.append(Measured(router))
             for number in range(self._options.rounds):
-                for plan in plans(self._options, number):
-                    await self._measure(plan, number)
+                try:
+                    for plan in plans(self._options, number):
+                        await self._measure(plan, number)
+                except asyncio.CancelledError:
+                    self._forget(number)
+                    raise
+                self.finished_rounds = number + 1
+
+    def _forget(self, number: int) -> None:
+        """Drops the samples of a round that has not come to its end."""
+        for each in self.measured:
+            for rounds in each.samples.values():
+                rounds.pop(number, None)
+            each.samples = {plan: rounds for plan, rounds in each.samples.items() if rounds}
 
     async def _measure(self, plan: LoadPlan, number: int) -> None:
         # Each round begins with another one: the first finds engines and a client that have rested.
@@ -191,22 +206,26 @@ def main() -> None:
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
     comparison = Comparison(options, cores)
+    ended = None
     try:
         uvloop.run(comparison.run())
     except asyncio.CancelledError:
-        sys.exit("ended by SIGTERM")
+        ended = f"ended by SIGTERM after {comparison.finished_rounds} of {options.rounds} rounds"
+        if not comparison.finished_rounds:
+            sys.exit(ended)
     # Without the folders of this machine's interpreters.
     words = [re.sub(r"(^|=)/\S*/", r"\1", word) for word in sys.argv[1:]]
     command = " ".join(["python -m benchmarks.peers.compare", *map(shlex.quote, words)])
-    run = Run(
-        comparison.measured, comparison.left_out, str(cores), command, load_before, options.rounds, options.way_rounds
-    )
+    rounds = comparison.finished_rounds
+    way_rounds = min(rounds, options.way_rounds)
+    run = Run(comparison.measured, comparison.left_out, str(cores), command, load_before, rounds, way_rounds)
     printed = report(run)
     print(printed)
     if options.output:
         options.output.mkdir(parents=True, exist_ok=True)
         (options.output / "router_peers.md").write_text(f"# router_peers\n\n{printed}\n", encoding="utf-8")
         (options.output / "router_peers.svg").write_text(plot(run), encoding="utf-8")
+    sys.exit(ended)
 
 
 if __name__ == "__main__":

@@ -21,7 +21,7 @@ from router.workers.handle import WorkerHandle
 from router.workers.replies import check_attached
 from rpc.auth.caller import current_caller
 from rpc.channels import best_effort
-from runtime.aio import gather_or_cancel, timeout
+from runtime.aio import gather_or_cancel, gather_to_completion, timeout
 
 log = structlog.get_logger(__name__)
 
@@ -202,19 +202,22 @@ class Attacher:
             return self._adopted(worker, asked, await first_of(call), None)
 
     async def cancel_all(self, request: ResumeRequest) -> None:
-        """Ends all answers, wherever they are, and whichever router reads them. Raises StreamLost if there is none.
+        """Ends all answers, wherever they are, and whichever router reads them. Raises StreamLost if no worker has one,
+        and Unavailable if one that may have it does not answer.
 
         One whose router is between two workers ends with its next decode, in that case too.
         """
         first = await self._cancel(0, request)
         # Of an answer that is lost, the others may go on.
         others = range(1, first.answers if first else self._max_answers)
-        found = await gather_or_cancel(self._cancel(answer, request) for answer in others)
+        found = await gather_to_completion(self._cancel(answer, request) for answer in others)
         if first is None and not any(found):
-            raise StreamLost("nothing is left of this answer")
+            raise StreamLost("no worker has this answer; from now on they refuse to go on with it for another router")
 
     async def _cancel(self, answer: int, request: ResumeRequest) -> resume_pb2.ResumeRecord | None:
         """Ends one answer. Returns its record; None if it is lost.
+
+        Raises Unavailable if a worker that may have it does not answer.
 
         If it has gone to another worker in between, it is looked for again; so it is after a worker of an earlier
         version, which does nothing if another router has attached to it in between.
@@ -222,9 +225,10 @@ class Attacher:
         record = None
         for _ in range(_MOST_LOOKS):
             try:
-                # All answers have one secret: with the first one the others are told of, too.
-                found = await self.peek(answer, request, [request.cancelled_answer] if not answer else ())
-            except StreamLost:
+                found = await self.peek(answer, request, [request.cancelled_answer])
+            except StreamLost as error:
+                if isinstance(error.__cause__, (BatonError, TimeoutError)):
+                    raise Unavailable(f"{error.message}: cancel it again") from error
                 break
             record = found.record
             if await self._settle(answer, found.decode, request):

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from baton.calls import unary
 from baton.engine.v1 import decode_pb2
-from baton.errors import BatonError, DeadlineExceeded
+from baton.errors import BatonError, DeadlineExceeded, Unavailable
 from discovery.record import KEEPS_STREAMS
 from router.resume.handle import Handle
 from router.workers.cluster import Cluster
@@ -31,10 +31,11 @@ class Found:
 
 @dataclass(slots=True)
 class _Answers:
-    """The streams that workers have told of, by id, and the workers that have told nothing."""
+    """The streams that workers have told of, by id, and the workers that told nothing in time, or at all."""
 
     found: dict[str, list[Found]] = field(default_factory=dict)
     silent: list[WorkerHandle] = field(default_factory=list)
+    failed: list[WorkerHandle] = field(default_factory=list)
 
 
 @dataclass(slots=True, eq=False)
@@ -58,15 +59,19 @@ class StreamFinder:
     ) -> dict[str, WorkerHandle]:
         """The worker of each answer that one has; of several, that of the latest decode, or of the most tokens.
 
-        All workers are told of `cancelled` answers.
+        All workers are told of `cancelled` answers: raises Unavailable if one that was not may have an answer.
         """
         found: dict[str, list[Found]] = {}
+        answers = _Answers()
         for _ in range(_ROUNDS):
             answers = await self._answers(call_ids, cancelled)
             found = answers.found
             may_have = [one for one in answers.silent if len(call_ids) > 1 or handle.hints_at(one.record.worker_id)]
             if all(call_id in found for call_id in call_ids) or all(worker.problem for worker in may_have):
                 break
+        untold = [worker.record.worker_id for worker in (*answers.silent, *answers.failed)]
+        if cancelled and untold and len(found.keys() & set(call_ids)) < len(set(call_ids)):
+            raise Unavailable(f"worker {untold[0]} has not answered, and may have this answer: cancel it again")
         best = {
             call_id: max(found[call_id], key=lambda one: _rank(one, handle)) for call_id in call_ids if call_id in found
         }
@@ -78,7 +83,7 @@ class StreamFinder:
             question = self._next = _Question()
             question.answers = asyncio.create_task(self._ask(question))
         question.call_ids.update(dict.fromkeys(call_ids))
-        question.cancelled.extend(cancelled)
+        question.cancelled += [one for one in cancelled if one not in question.cancelled]
         assert question.answers is not None
         return await asyncio.shield(question.answers)
 
@@ -101,24 +106,29 @@ class StreamFinder:
     ) -> None:
         told = await asyncio.gather(*(_ask_one(worker, request) for worker in workers))
         for worker, streams in zip(workers, told, strict=True):
-            if streams is None:
-                answers.silent.append(worker)
-            for stream in streams or ():
+            if isinstance(streams, BatonError):
+                is_late = isinstance(streams, DeadlineExceeded)
+                (answers.silent if is_late else answers.failed).append(worker)
+                continue
+            for stream in streams:
                 one = Found(worker, stream.hop, stream.tokens, stream.has_yielded)
                 answers.found.setdefault(stream.request_id, []).append(one)
 
 
 async def _ask_one(
     worker: WorkerHandle, request: decode_pb2.FindStreamsRequest
-) -> Sequence[decode_pb2.FoundStream] | None:
-    """The streams of a worker; None if it does not answer in time."""
+) -> Sequence[decode_pb2.FoundStream] | BatonError:
+    """The streams of a worker, or why it does not tell."""
     try:
-        with worker.keep_open():
-            answer = await unary(worker.decode.FindStreams(request, timeout=_ANSWER_SECONDS))
-    except DeadlineExceeded:
-        return None
-    except BatonError:
-        return ()
+        worker.add_user()
+    except Unavailable:
+        return ()  # it has left
+    try:
+        answer = await unary(worker.decode.FindStreams(request, timeout=_ANSWER_SECONDS))
+    except BatonError as error:
+        return error
+    finally:
+        worker.remove_user()
     return answer.found
 
 

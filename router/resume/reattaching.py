@@ -4,7 +4,7 @@ from contextlib import suppress
 from typing import Any
 
 from baton.engine.v1 import decode_pb2
-from baton.errors import BatonError, Draining, InvalidReply, LoraNotHere, NoWorker, StaleEpoch, StreamLost, Unavailable
+from baton.errors import BatonError, InvalidReply, NoWorker, StaleEpoch, StreamLost
 from discovery.record import TAKES_OVER
 from router.decoding.state import ExecutionState
 from router.resume.attaching import first_of
@@ -12,7 +12,7 @@ from router.resume.record import owner_of
 from router.telemetry import metrics
 from router.workers.decode_calls import AdoptedDecode
 from router.workers.handle import WorkerHandle
-from router.workers.replies import check_attached
+from router.workers.replies import check_attached, is_lost_by
 from runtime.aio import timeout
 from runtime.clock import monotonic
 
@@ -25,7 +25,7 @@ async def reattach(state: ExecutionState, lost: WorkerHandle, error: BatonError)
 
     The caller owns its call. What the lost call had told of it is all there, but perhaps more.
     """
-    if not isinstance(error, Unavailable) or isinstance(error, (Draining, LoraNotHere, NoWorker)):
+    if not is_lost_by(error):
         return None
     emitted = len(state.completion.token_ids)
     if state.reattached_after == (lost.record.process, emitted):

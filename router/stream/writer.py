@@ -64,6 +64,7 @@ class StreamWriter:
                 await self._end(self._task, error)
         finally:
             self.lane.close()
+            self._task = None  # its error has frames that know this
 
     async def _end(self, task: "asyncio.Task[None]", error: BaseException | None) -> None:
         if isinstance(error, asyncio.CancelledError):
@@ -75,11 +76,14 @@ class StreamWriter:
                 await self._wait_for(task, task)
         finally:
             task.cancel()
-        if error is None:
-            await task
-        else:
-            await asyncio.wait([task])
-            ended_with(task)
+        try:
+            if error is None:
+                await task
+            else:
+                await asyncio.wait([task])
+                ended_with(task)
+        finally:
+            del task  # the error that it raises has this frame
 
     def start(self, started: generate_pb2.Started | generate_pb2.Resumed) -> None:
         """Adds the first message."""
@@ -149,8 +153,11 @@ class StreamWriter:
                 await self._wait_for(writable, task)
             finally:
                 writable.cancel()
-        if task.done():
-            task.result()
+        try:
+            if task.done():
+                task.result()
+        finally:
+            del task  # the error that it raises has this frame
 
     async def _wait_for(self, progress: "asyncio.Future[Any]", task: "asyncio.Task[None]") -> None:
         """Waits for `progress` or the end of the task. Raises SlowReader if the client reads nothing for too long."""

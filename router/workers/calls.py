@@ -13,10 +13,7 @@ from baton.engine.v1 import decode_pb2, handoff_pb2, prefill_pb2, prompt_pb2
 from baton.errors import (
     BatonError,
     DeadlineExceeded,
-    Draining,
     EngineFailed,
-    LoraNotHere,
-    NoWorker,
     Overloaded,
     Unavailable,
 )
@@ -29,7 +26,7 @@ from router.workers.cancellation import abort_unanswered
 from router.workers.decode_calls import NO_READER, AdoptedDecode, DecodeCall, KeptReader
 from router.workers.destinations import Destination, DestinationLost, prefix_source
 from router.workers.handle import WorkerHandle
-from router.workers.replies import of_this_worker
+from router.workers.replies import is_lost_by, of_this_worker
 from router.workers.serialized_prompt import SerializedPrompt
 from router.workers.spans import prefill_attributes, worker_attributes
 from router.workers.watching.waiting_calls import Waiting
@@ -376,5 +373,5 @@ def annotate_worker_errors(stage: str, worker: WorkerHandle, ctx: RequestContext
 def _annotate(error: BatonError, stage: str, worker: WorkerHandle) -> None:
     error.stage = error.stage or stage
     error.worker_id = error.worker_id or worker.record.worker_id
-    if isinstance(error, Unavailable) and not isinstance(error, (Draining, LoraNotHere, NoWorker)):
+    if is_lost_by(error):
         worker.health.mark_unhealthy(f"a call to it failed: {error.message}")

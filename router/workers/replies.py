@@ -10,11 +10,14 @@ from baton.errors import (
     BatonError,
     Cancelled,
     DeadlineExceeded,
+    Draining,
     EngineFailed,
     HandoffLost,
     InvalidReply,
     InvalidRequest,
     LayoutMismatch,
+    LoraNotHere,
+    NoWorker,
     Overloaded,
     PositionInvalid,
     SlowReader,
@@ -23,6 +26,7 @@ from baton.errors import (
     StreamDiverged,
     Unavailable,
     Unsupported,
+    WorkerTimeout,
 )
 from baton.inference.v1 import embed_pb2, generate_pb2
 from discovery.record import WorkerRecord
@@ -68,7 +72,7 @@ _ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}  # the types that can 
 
 
 class Suspects:
-    """The workers that have given one request a reply that they may not give.
+    """The workers that have given one request a reply that they may not give, or none in time.
 
     Once another worker has answered the request, the fault was theirs, and they get no requests for a while. Before
     that it may be the request's own: one that every worker fails would otherwise stop them all.
@@ -81,7 +85,7 @@ class Suspects:
 
     def add(self, worker: WorkerHandle, stage: str, error: BatonError) -> None:
         """Counts a failure that was the worker's own doing; ignores others."""
-        if isinstance(error, InvalidReply):
+        if isinstance(error, (InvalidReply, WorkerTimeout)):
             metrics.WORKER_FAULTS.labels(stage).inc()
             log.warning("invalid reply", worker_id=worker.record.worker_id, stage=stage, reason=error.message)
             self._found.append((worker, error.message))
@@ -93,6 +97,11 @@ class Suspects:
                 if worker is not by:
                     worker.health.suspend(f"its replies are wrong: {reason}")
             self._found.clear()
+
+
+def is_lost_by(error: BatonError) -> bool:
+    """True if a worker's call has ended with this because its process or the connection was lost."""
+    return isinstance(error, Unavailable) and not isinstance(error, (Draining, LoraNotHere, NoWorker, WorkerTimeout))
 
 
 def of_worker(error: BatonError, remaining_seconds: float) -> BatonError:

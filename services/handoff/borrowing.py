@@ -27,6 +27,7 @@ from services.handoff.lending import MOST_BLOCKS
 from services.handoff.peers import OwnerConnection, Peers, Pool
 from services.handoff.remote_handoff import LeasedBlocks, check_blocks, without_lease
 from services.handoff.remote_lease import ReaderLease
+from services.requests.bounds import are_short
 from services.requests.calls import RunningCall
 from services.requests.fault_injection import corrupt
 from services.telemetry import metrics
@@ -54,7 +55,7 @@ class PrefixSource:
 def read_source(request: prefill_pb2.PrefillRequest | decode_pb2.DecodeRequest) -> PrefixSource | None:
     """Returns where a request's prompt may be cached; None if it does not say. A wrong hint is no error."""
     hint = request.prefix_source
-    if not hint.address or not hint.num_blocks:
+    if not (hint.address and hint.num_blocks and are_short(hint.address, hint.worker_id)):
         return None
     seconds = as_seconds(hint.patience) if hint.HasField("patience") else _MOST_PATIENCE_SECONDS
     owner = without_lease(hint.worker_id, hint.epoch, hint.address)

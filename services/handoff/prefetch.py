@@ -19,6 +19,7 @@ from services.engines.running.request_context import current_freed_kv
 from services.handoff.peers import OwnerConnection, Peers, Pool
 from services.handoff.remote_handoff import Handoff, LeasedBlocks, check_blocks, without_lease
 from services.handoff.remote_lease import ReaderLease
+from services.requests.bounds import require_names
 from services.requests.calls import RunningCall
 from services.telemetry.timings import as_seconds
 from services.transports.base import Transfer, TransferFailed, Transport
@@ -41,6 +42,7 @@ def read_followed(request: decode_pb2.PrefetchRequest) -> Followed:
     violations = [FieldViolation(name, "is empty") for name in _REQUIRED if not getattr(request, name)]
     if violations:
         raise InvalidRequest(violations)
+    require_names(prefill_worker_id=request.prefill_worker_id, prefill_address=request.prefill_address)
     return Followed(request.request_id, request.prefill_worker_id, request.prefill_epoch, request.prefill_address)
 
 

@@ -9,6 +9,7 @@ from baton.engine.v1 import handoff_pb2
 from baton.errors import FieldViolation, InvalidRequest, LayoutMismatch, LoraMismatch
 from services.engines.kv import KvLayout, packed_ids
 from services.engines.prompt import Prompt
+from services.requests.bounds import require_names
 from services.telemetry.timings import as_seconds
 
 _REQUIRED = ("handoff_id", "address")
@@ -47,11 +48,13 @@ def without_lease(worker_id: str, epoch: int, address: str) -> LeasedBlocks:
 def read_handoff(message: handoff_pb2.KvHandoff) -> Handoff:
     """Returns a handoff from its message; `check_handoff` and `check_blocks` check its numbers.
 
-    Raises InvalidRequest if the id or the address of the owner is empty.
+    Raises InvalidRequest if the id or the address of the owner is empty, or too long.
     """
     violations = [FieldViolation(f"handoff.{name}", "is empty") for name in _REQUIRED if not getattr(message, name)]
     if violations:
         raise InvalidRequest(violations)
+    require_names(handoff__handoff_id=message.handoff_id, handoff__address=message.address)
+    require_names(handoff__worker_id=message.worker_id, handoff__lora_digest=message.lora_digest)
     return Handoff(
         handoff_id=message.handoff_id,
         worker_id=message.worker_id,

@@ -15,6 +15,7 @@ from services.handoff.early import PromptsInProgress, follow_response
 from services.handoff.leases import Lease, LeaseTable
 from services.handoff.lending import Lender, lend_response
 from services.identity import Identity
+from services.requests.bounds import require_names
 from services.telemetry.timings import duration
 
 SERVICE_NAME = handoff_pb2.DESCRIPTOR.services_by_name["HandoffService"].full_name
@@ -82,6 +83,7 @@ class HandoffServicer(handoff_pb2_grpc.HandoffServiceServicer):
 
     async def Renew(self, request: handoff_pb2.RenewRequest, context: Any) -> handoff_pb2.RenewResponse:
         self._identity.require_epoch(request.epoch)
+        require_names(claim__reader=request.claim.reader)
         for handoff_id in request.handoff_ids:
             self._leases.require_holder(handoff_id, certificate())
         return _renew_response((handoff_id, self._renewed(handoff_id, request)) for handoff_id in request.handoff_ids)
@@ -89,6 +91,7 @@ class HandoffServicer(handoff_pb2_grpc.HandoffServiceServicer):
     async def Release(self, request: handoff_pb2.ReleaseRequest, context: Any) -> handoff_pb2.ReleaseResponse:
         self._identity.require_epoch(request.epoch)
         self._leases.require_holder(request.handoff_id, certificate())
+        require_names(reader=request.reader)
         if request.fetched:
             self._leases.fetched(request.handoff_id)
         released = await self._leases.release(request.handoff_id, request.reader)

@@ -12,6 +12,7 @@ from rpc.status import OK, outcome_of
 from rpc.tracing.span import current_span
 from services.engines.running.request_context import set_traceparent, track_freed_kv
 from services.identity import Identity
+from services.requests.bounds import require_names
 from services.requests.fault_injection import NO_FAULTS, FaultReader, Metadata
 from services.sleeping.sleeper import Sleeper
 from services.telemetry import metrics
@@ -124,6 +125,7 @@ class Calls:
         self._identity.require_model(model)
         if not request_id:
             raise InvalidRequest.of("request_id", "is empty")
+        require_names(request_id=request_id)
         if self.draining and not is_return:
             raise Draining(f"worker {self._identity.worker_id} is draining")
         if (kind, request_id) in self._calls:

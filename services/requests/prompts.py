@@ -16,6 +16,7 @@ from runtime.threads import in_pieces, of_many
 from services.engines.answer import FinishReason, FromTiers, PromptLogprobs, TokenLogprob
 from services.engines.base import ModelFacts
 from services.engines.prompt import Prompt, Retain, Retained, Sampling, Session
+from services.requests.bounds import require_cache_keys
 from services.requests.loras import read_lora
 from services.telemetry.timings import duration
 
@@ -39,6 +40,7 @@ FINISH_REASONS = {
 async def read_prompt(request: PromptRequest, facts: ModelFacts) -> Prompt:
     """Returns the prompt without its media. Raises InvalidRequest if it has no tokens, or too many for the context."""
     message = request.prompt
+    require_cache_keys(message.cache)
     if not message.token_ids:
         raise InvalidRequest.of("prompt.token_ids", "is empty")
     emitted = request.emitted if isinstance(request, _CONTINUES) else ()

@@ -49,7 +49,7 @@ class StreamReader:
             await reply.write_from(self, _tokens_response)
         await self._changed(lambda: self._stream.has_ended)
         if self._stream.finished is None:
-            raise _failure(self._stream.error)
+            raise _failure(self._stream.pop_error())
         await reply.write(decode_pb2.DecodeResponse.FromString(self._stream.finished))
         self._stream.is_told = True
 

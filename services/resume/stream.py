@@ -160,6 +160,11 @@ class KeptStream:
         self.ids = array("I", self.ids)  # without room to grow
         self.notify()
 
+    def pop_error(self) -> Exception | None:
+        """What ended it, for its reader, once: an error that was raised has frames that know the stream."""
+        error, self.error = self.error, None
+        return error
+
     def notify(self) -> None:
         """Tells the reader that there is something new."""
         if self._changed is not None:

@@ -12,7 +12,7 @@ from typing_extensions import Self
 
 from baton.engine.v1 import decode_pb2
 from baton.errors import BatonError, Cancelled, DeadlineExceeded, StreamLost
-from runtime.aio import wait_until_done
+from runtime.aio import forget_frames, wait_until_done
 from services.config import KeepConfig
 from services.engines.base import EngineLoad
 from services.engines.journal.journal import Journal
@@ -279,6 +279,7 @@ class KeptStreams:
             error = failure
         finally:
             if error is not None:
+                forget_frames(error)  # they know the stream, which knows the error
                 self._drop(entry)
             entry.stream.end(error)
             self._note_end(entry)

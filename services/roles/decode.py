@@ -35,6 +35,7 @@ from services.moving.warming import Warmer
 from services.multimodal.media_resolver import MediaResolver
 from services.multimodal.media_spans import read_spans
 from services.parts import WorkerParts
+from services.requests.bounds import require_digests, require_keep, require_readers
 from services.requests.calls import RunningCall
 from services.requests.decoded import Accepted, Yielded, response, tokens_response
 from services.requests.fault_injection import NO_FAULTS, Faults, Metadata
@@ -152,6 +153,8 @@ class DecodeServicer(decode_pb2_grpc.DecodeServiceServicer):
         return decode_pb2.SettleResponse(is_settled=self._kept.settle(request))
 
     async def FindStreams(self, request: decode_pb2.FindStreamsRequest, context: Any) -> decode_pb2.FindStreamsResponse:
+        for index, answer in enumerate(request.cancelled):
+            require_digests(f"cancelled[{index}]", answer)
         return decode_pb2.FindStreamsResponse(found=self._kept.find(request))
 
     async def Yield(self, request: decode_pb2.YieldRequest, context: Any) -> decode_pb2.YieldResponse:
@@ -180,12 +183,14 @@ class DecodeServicer(decode_pb2_grpc.DecodeServiceServicer):
 
     def _readers(self, request: decode_pb2.YieldRequest | decode_pb2.LendBlocksRequest) -> frozenset[str]:
         """The certificates that may read a decode's KV, this worker's too; any caller may, if there are none."""
+        require_readers(request)
         if not certificate():
             return frozenset()
         return frozenset({certificate(), self._identity.certificate, *request.readers} - {""})
 
     async def _decode_kept(self, request: decode_pb2.DecodeRequest, context: Any) -> None:
         """Reads a decode that goes on, for a while, when this call does not."""
+        require_keep(request.keep)
         run = partial(self._run_kept, request, context.invocation_metadata())
         stream = await self._kept.start(request, run, remaining_seconds(context))
         with self._kept.reading(stream, len(request.emitted)) as reader:

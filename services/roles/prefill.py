@@ -26,6 +26,7 @@ from services.identity import Identity
 from services.multimodal.media_resolver import MediaResolver
 from services.multimodal.media_spans import read_spans
 from services.parts import WorkerParts
+from services.requests.bounds import require_names
 from services.requests.calls import Calls, RunningCall
 from services.requests.fault_injection import NO_FAULTS, corrupt
 from services.requests.loras import require_lora, using_lora
@@ -196,6 +197,7 @@ async def open_service(parts: WorkerParts) -> AsyncIterator[Service]:
 def _holder(request: prefill_pb2.PrefillRequest) -> Holder:
     """With certificates, only the caller and the reader that it names may read the KV."""
     destination = request.destination.engine_state if request.HasField("destination") else None
+    require_names(reader=request.reader)
     if not certificate():
         return Holder(request.request_id, destination=destination)
     return Holder(request.request_id, frozenset({certificate(), request.reader} - {""}), destination)

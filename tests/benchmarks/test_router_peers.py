@@ -2,8 +2,10 @@
 
 import asyncio
 import os
+import signal
 import sys
 from collections.abc import Sequence
+from contextlib import AsyncExitStack
 from pathlib import Path
 
 import grpc
@@ -14,7 +16,7 @@ from benchmarks.peers.clients.grpc_client import GrpcClient, WorkersClient
 from benchmarks.peers.clients.http_client import HttpClient
 from benchmarks.peers.clients.load import FLAT, HALF, PACED, Answer, Load, LoadClient, steady
 from benchmarks.peers.clients.steps import since_steps
-from benchmarks.peers.compare import candidates, parse, plans
+from benchmarks.peers.compare import Comparison, candidates, parse, plans
 from benchmarks.peers.cores import Cores
 from benchmarks.peers.environments import COMPILED, DYNAMO, HTTP, checkout_hash, install_compiled
 from benchmarks.peers.measure import LaterTokens, LoadPlan, Measured, Sample, Spread
@@ -213,3 +215,37 @@ async def test_a_call_that_fails_says_its_status() -> None:
         await client.answer(PACED, 1)
     client.close()
     await server.stop(0)
+
+
+class _Endless(Measured):
+    """A router that serves its first rounds, and then hangs; `hangs` is set by then."""
+
+    def __init__(self, hangs: asyncio.Event) -> None:
+        super().__init__(Router("Baton (http2)", 1, {}, Path("steps")))
+        self._hangs = hangs
+
+    async def measure(self, plan: LoadPlan, number: int, cores: Cores) -> None:
+        self.samples.setdefault(plan, {})[number] = sample(40.0 + number, 2.5, 1.5, 1.0)
+        if number == 2 and plan.number:
+            self._hangs.set()
+            await asyncio.sleep(60)
+
+
+async def test_rounds_that_are_finished_are_there_after_a_sigterm(monkeypatch: pytest.MonkeyPatch) -> None:
+    comparison, hangs = Comparison(parse(["--rounds", "5", "--streams", "64"]), CORES), asyncio.Event()
+    comparison.measured.append(_Endless(hangs))
+
+    async def started(self: Comparison, stack: AsyncExitStack) -> list[Router]:
+        return []
+
+    monkeypatch.setattr(Comparison, "_start", started)
+    running = asyncio.create_task(comparison.run())
+    await hangs.wait()
+    os.kill(os.getpid(), signal.SIGTERM)
+    with pytest.raises(asyncio.CancelledError):
+        await running
+    assert comparison.finished_rounds == 2
+    [one] = comparison.measured
+    assert all(list(rounds) in ([0, 1], [0]) for rounds in one.samples.values())
+    run = Run(comparison.measured, [], "the router on core 1", "compare", 0.5, comparison.finished_rounds, 1)
+    assert "2 rounds, each with all routers" in report(run)

@@ -36,3 +36,32 @@ def test_nothing_that_is_compiled_is_a_coroutine() -> None:
 def test_a_checkout_has_no_compiled_modules() -> None:
     """They would be imported instead of their sources, however these have changed."""
     assert [path for path in modules() if list((ROOT / path).parent.glob(f"{Path(path).stem}.*.so"))] == []
+
+
+def attributes(path: str) -> tuple[set[str], set[str]]:
+    """The attributes of a module's classes, and those of them that can be deleted where it is compiled."""
+    own: set[str] = set()
+    deletable: set[str] = set()
+    for node in ast.walk(ast.parse((ROOT / path).read_text())):
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "self":
+            own.add(node.attr)
+        elif isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
+            own.add(node.target.id)
+            if node.target.id == "__deletable__" and node.value is not None:
+                deletable.update(ast.literal_eval(node.value))
+    return own, deletable
+
+
+def deleted(path: Path) -> list[tuple[str, str]]:
+    """The attributes that a module deletes, and where."""
+    nodes = ast.walk(ast.parse(path.read_text()))
+    targets = [target for node in nodes if isinstance(node, ast.Delete) for target in node.targets]
+    return [(one.attr, f"{path.relative_to(ROOT)}:{one.lineno}") for one in targets if isinstance(one, ast.Attribute)]
+
+
+def test_every_attribute_that_is_deleted_can_be_where_its_class_is_compiled() -> None:
+    own, deletable = (set().union(*names) for names in zip(*map(attributes, modules()), strict=True))
+    packages = ("baton_http2", "engine_protocol", "router", "rpc", "runtime")
+    places = [found for package in packages for path in (ROOT / package).rglob("*.py") for found in deleted(path)]
+    assert places
+    assert [where for attribute, where in places if attribute in own - deletable] == []

@@ -56,6 +56,7 @@ WIRE = {
     "Draining": ("UNAVAILABLE", "DRAINING"),
     "LoraMismatch": ("FAILED_PRECONDITION", "LORA_MISMATCH"),
     "LoraNotHere": ("UNAVAILABLE", "LORA_NOT_HERE"),
+    "WorkerTimeout": ("UNAVAILABLE", "WORKER_TIMEOUT"),
     "MediaUnavailable": ("UNAVAILABLE", "MEDIA_UNAVAILABLE"),
     "DeadlineExceeded": ("DEADLINE_EXCEEDED", "DEADLINE_EXCEEDED"),
     "Cancelled": ("CANCELLED", "CANCELLED"),

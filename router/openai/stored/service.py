@@ -12,7 +12,7 @@ import structlog
 from typing_extensions import Self
 
 from baton.engine.v1 import resume_pb2
-from baton.errors import BatonError, InvalidRequest, RequestNotFound, StreamAdopted, StreamLost
+from baton.errors import BatonError, InvalidRequest, RequestNotFound, StreamAdopted, StreamLost, Unavailable
 from baton.inference.v1 import generate_pb2
 from baton_http2.server.reply import Reply
 from router.config import StoredResponsesConfig
@@ -239,7 +239,7 @@ class ResponseService:
         entry.document.cancel()
         await self._stop(entry)
         if handle := entry.document.handle:
-            with suppress(StreamLost):
+            with suppress(StreamLost, Unavailable):
                 await self._resumer.cancel(Handle.parse(handle), self.owner(call).qos)
         self.table.update(entry)
 
@@ -249,7 +249,7 @@ class ResponseService:
         if entry.is_background and not entry.document.has_ended:
             await self.cancel(entry, call)
         elif entry.is_background and handle:
-            with suppress(StreamLost):
+            with suppress(StreamLost, Unavailable):
                 await self._resumer.cancel(Handle.parse(handle), self.owner(call).qos)
         self.table.drop(entry)
 
@@ -282,8 +282,11 @@ async def _awaited(task: "asyncio.Task[bool]") -> None:
 
 async def _not_found(adopting: "asyncio.Task[bool]") -> StoredResponse:
     await wait_until_done(adopting)
-    with suppress(StreamLost, asyncio.CancelledError):
-        adopting.result()
+    try:
+        with suppress(StreamLost, asyncio.CancelledError):
+            adopting.result()
+    finally:
+        del adopting  # its error has this frame
     raise RequestNotFound("no such response is kept, here or on a decode worker")
 
 

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from baton.errors import BatonError, InvalidReply, Unavailable
+from baton.errors import BatonError, Unavailable, WorkerTimeout
 from discovery.registry import WorkerRecord
 from runtime.aio import cancellations, uncancel
 from runtime.clock import monotonic
@@ -111,7 +111,7 @@ class WaitingCalls:
     def interruptible(self, waiting: Waiting | None = None) -> InterruptibleCall:
         """A call whose body is stopped with Unavailable if the worker is found to hang.
 
-        With `waiting` it raises InvalidReply if there is no answer for too long, and another worker could give it.
+        With `waiting` it raises WorkerTimeout if there is no answer for too long, and another worker could give it.
         """
         return InterruptibleCall(self._calls, waiting)
 
@@ -148,7 +148,7 @@ class WaitingCalls:
                 left -= 1
                 if waiting.another_can(backlog.record):
                     what = "answer" if waiting.awaits_answer else "token"
-                    call.interrupt(InvalidReply(f"no {what} for {now - waiting.asked_at:.1f} s"))
+                    call.interrupt(WorkerTimeout(f"no {what} for {now - waiting.asked_at:.1f} s"))
                 else:
                     waiting.asked_at = now  # looked at again after as long
 

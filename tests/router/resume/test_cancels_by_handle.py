@@ -6,16 +6,21 @@ from typing import Any
 
 import pytest
 from support.clients.resuming import Received
+from support.cluster.in_process import PATIENT, bench, simulated
 from support.cluster.router_pair import Pair, kept_request, read, router_pair
 from support.eventually import eventually
 
 from baton.calls import unary
 from baton.engine.v1 import decode_pb2
-from baton.errors import Cancelled, StreamLost
-from baton.inference.v1 import generate_pb2
+from baton.errors import Cancelled, StreamLost, Unavailable
+from baton.inference.v1 import generate_pb2, inference_service_pb2_grpc
+from router.resume import finding
 from router.resume.attaching import Adopted, Attacher
 from router.resume.handle import Handle
+from router.server import host_router
 from router.workers.calls import WorkerCalls
+from rpc.channels import open_channel
+from runtime.aio import timeout
 from services.resume.streams import KeptStreams
 
 _ROLES = ("prefill+decode", "prefill+decode")
@@ -113,11 +118,11 @@ _ROUTERS = pytest.mark.parametrize("is_readers", [True, False], ids=["its router
 
 
 async def _cancel_what_no_worker_has(pair: Pair, received: Received, *, is_readers: bool) -> None:
-    """The reader's router ends it itself; another one can only say that nothing is there, and have it refused."""
+    """The reader's router ends it itself; another one says that no worker has it, and has its next decode refused."""
     if is_readers:
         await _cancel(pair.first, received)
         return
-    with pytest.raises(StreamLost):
+    with pytest.raises(StreamLost, match="from now on they refuse to go on with it"):
         await _cancel(pair.second, received)
 
 
@@ -169,3 +174,28 @@ async def test_it_ends_the_other_answers_of_a_request_whose_first_one_is_lost() 
         await _all_ends(pair)
         with pytest.raises(StreamLost):
             await _cancel(pair.first, received)
+
+
+@pytest.mark.parametrize("answers", [1, 3])
+async def test_it_does_not_say_that_nothing_is_left_while_a_worker_is_silent(
+    monkeypatch: pytest.MonkeyPatch, answers: int
+) -> None:
+    monkeypatch.setattr(finding, "_ANSWER_SECONDS", 0.3)
+    request = kept_request(stopping=_LONG, sampling={"n": answers, "seed": 1})
+    request.response.keep.seconds = 30
+    worker = simulated("worker", "prefill", "decode", decode_step_seconds=0.01)
+    async with timeout(50), bench(worker, router=PATIENT) as running, host_router(PATIENT, running.registry) as other:
+        await eventually(lambda: any(not worker.problem for worker in other.cluster.workers))
+        async with open_channel(other.address) as channel:
+            stub = inference_service_pb2_grpc.InferenceServiceStub(channel)
+            received = await read(running.stub.Generate(request), Received(request), until=10)
+            running.proxies["worker"].freeze()
+            with pytest.raises(Unavailable, match="worker worker has not answered"):
+                await _cancel(stub, received)
+            assert running.used_blocks()
+            await running.proxies["worker"].restore()
+            await _cancel(stub, received)
+            await eventually(lambda: running.used_blocks() == 0, 1.5)
+            # Now all workers have answered.
+            with pytest.raises(StreamLost):
+                await _cancel(stub, received)

@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator, Callable
 import pytest
 from support.router.worker_views import worker as record_of
 
-from baton.errors import InvalidReply, Unavailable
+from baton.errors import Unavailable, WorkerTimeout
 from discovery.registry import WorkerRecord
 from router.workers.cancellation import Cancellation
 from router.workers.handle import WorkerHandle
@@ -154,7 +154,7 @@ async def test_a_pause_of_this_process_is_no_wait_for_an_answer(worker: WorkerHa
 
 async def test_an_answer_that_stands_still_is_given_up_in_time(worker: WorkerHandle) -> None:
     answer = BegunAnswer()
-    with pytest.raises(InvalidReply, match="no token for 150"):
+    with pytest.raises(WorkerTimeout, match="no token for 150"):
         await stands_still(worker, answer)
 
 

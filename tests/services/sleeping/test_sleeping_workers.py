@@ -174,7 +174,8 @@ async def test_a_kept_answer_that_nobody_reads_keeps_its_model_awake_until_it_ha
         start("prefill", "decode", sleep=_sleep(tmp_path), name="b", keep=keep) as b,
     ):
         request = decode_request(request_id="kept", max_tokens=100)
-        request.keep.record, request.keep.secret_sha256, request.keep.hop = b"record", b"s" * 32, 1
+        request.keep.record, request.keep.hop = b"record", 1
+        request.keep.secret_sha256 = request.keep.owner_sha256 = b"s" * 32
         request.keep.grace.FromSeconds(20)
         call = asyncio.create_task(b.calls.decode(request))
         await eventually(lambda: b.blocks_used > 0)

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+from support.ending_with_parent import ending_with_parent
 from support.manifests import ROOT
 from support.servers.etcd import free_port
 
@@ -79,7 +80,7 @@ async def envoy_of(
     command = [envoy_binary(), "--disable-hot-restart", "--concurrency", "1", "--log-level", "warning"]
     with envoy.log.open("wb") as log:
         process = await asyncio.create_subprocess_exec(
-            *command, *options, "--config-yaml", yaml.safe_dump(config), stdout=log, stderr=log
+            *ending_with_parent([*command, *options, "--config-yaml", yaml.safe_dump(config)]), stdout=log, stderr=log
         )
     try:
         async with timeout(START_SECONDS):

@@ -13,6 +13,7 @@ import urllib.request
 from collections.abc import Sequence
 from pathlib import Path
 
+from support.ending_with_parent import ending_with_parent
 from support.freezing import freeze
 
 # Not seeded: every test process draws ports of its own, also where hypothesis seeds `random`.
@@ -115,7 +116,7 @@ class EtcdServer:
         command += ["--listen-metrics-urls", f"http://127.0.0.1:{self.metrics_port}", *self._arguments]
         self.data_dir.parent.mkdir(parents=True, exist_ok=True)
         with self.data_dir.with_suffix(".log").open("ab") as log:
-            self._process = subprocess.Popen(command, stdout=log, stderr=log)
+            self._process = subprocess.Popen(ending_with_parent(command), stdout=log, stderr=log)
 
     def wait_healthy(self, seconds: float = 60.0) -> None:
         """Waits until it reports that it is healthy, so that its cluster has a leader.

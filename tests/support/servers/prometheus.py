@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+from support.ending_with_parent import ending_with_parent
 from support.servers.etcd import free_port
 from support.servers.promtool import require
 
@@ -84,7 +85,8 @@ def prometheus(targets: Mapping[str, str], rules: Sequence[Path], folder: Path) 
         f"--web.listen-address={server.address}",
         "--log.level=warn",
     ]
-    with (folder / "prometheus.log").open("wb") as log, subprocess.Popen(command, stdout=log, stderr=log) as process:
+    log = (folder / "prometheus.log").open("wb")
+    with log, subprocess.Popen(ending_with_parent(command), stdout=log, stderr=log) as process:
         try:
             server.wait_ready()
             yield server

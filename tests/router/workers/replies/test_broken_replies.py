@@ -1,15 +1,16 @@
 """Workers whose replies are broken, beside a healthy one: clients get their answers, no token is lost or repeated."""
 
+import asyncio
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import pytest
-from grpc import aio
+from grpc import StatusCode, aio
 from structlog.testing import capture_logs
 from support.clients.scraping import since
 from support.cluster.in_process import DECODE, PREFILL, Stream, bench, simulated
 from support.eventually import eventually
-from support.servers.broken_worker import LANES, LONG, asked_until_called, beside, router_for, tokens
+from support.servers.broken_worker import IMPATIENT, LANES, LONG, asked_until_called, beside, router_for, tokens
 from support.servers.tampering import SILENCE, Ends, Reply, tampered
 
 from baton.engine.v1 import decode_pb2, handoff_pb2, prefill_pb2
@@ -210,3 +211,21 @@ async def test_a_worker_alone_is_not_suspended_and_its_error_says_what_was_wrong
         assert (error.reason, error.worker_id, error.stage) == ("INVALID_REPLY", "broken", "decode")
         broken.changes.clear()
         assert len((await running.generate(**LONG)).token_ids) == 60
+
+
+async def test_a_slow_worker_in_whose_place_no_other_one_answers_is_unavailable() -> None:
+    # One retry for all: one of the requests that wait for the silent worker gets it.
+    retry = IMPATIENT.retry.model_copy(update={"budget_floor": 1, "budget_ratio": 0.0})
+    router = IMPATIENT.model_copy(update={"retry": retry})
+    async with bench(DECODE, router=router) as running, beside(running, "decode", multiplexed=True) as broken:
+        broken.changes["Decode"] = DECODES["silence"]()
+        requests = (running.generate(**LONG) for _ in range(6))
+        ends = await asyncio.gather(*requests, return_exceptions=True)
+        failed = [one for one in ends if isinstance(one, aio.AioRpcError)]
+        assert failed
+        for one in failed:
+            error = from_rpc_error(one)
+            assert one.code() is StatusCode.UNAVAILABLE
+            assert (error.reason, error.worker_id, error.stage) == ("WORKER_TIMEOUT", "broken", "decode")
+            assert error.message.startswith("no answer for ")
+        assert all(isinstance(one, Stream) for one in ends if one not in failed)
