@@ -19,6 +19,7 @@
 | world | the fleet, from start to quiet |
 | invariants/ | what must hold, one class each |
 | running, shrink | runs of plans in forks of their own, and the smallest plan that still fails |
+| elsewhere | the same plans again in another process, to compare the logs |
 | fairness | fairness between tenants and shared quotas, beside their bars: a program of its own |
 | mutants | planted bugs, and how long each takes to be found |
 | plans/ | plans that have found something, which run for ever |
