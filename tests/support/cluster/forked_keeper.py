@@ -3,6 +3,7 @@
 By itself a keeper starts `python -m services`, whose imports take 5 to 10 s of a processor: `services.keeper.child`.
 """
 
+import gc
 import os
 import signal
 import socket
@@ -34,6 +35,7 @@ class ForkedKeeper(Keeper):
 
     def _become_the_worker(self, keeper: int, end: socket.socket) -> NoReturn:
         """Leaves the objects of the keeper alone until the process ends: their descriptors are another's by then."""
+        gc.freeze()
         os.setsid()
         die_with(keeper)
         for descriptor in _descriptors() - self._inherited - {end.fileno()}:
