@@ -8,6 +8,7 @@ Reads the source with `ast` and runs nothing of it; imports under TYPE_CHECKING 
 
 import argparse
 import ast
+import gc
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -80,14 +81,23 @@ def main() -> None:
 
 def read(root: Path, packages: Sequence[str] = PACKAGES) -> dict[str, Module]:
     """The product's modules by name, or those of other folders, without generated ones."""
-    found = {}
-    for package in packages:
-        for path in sorted((root / package).rglob("*.py")):
-            if not GENERATED.search(path.name) and not BUILT & {*path.relative_to(root).parts}:
-                text = path.read_text()
-                name = ".".join(path.relative_to(root).with_suffix("").parts).removesuffix(".__init__")
-                found[name] = Module(name, path, ast.parse(text), len(text.splitlines()))
-    return found
+    gc.disable()  # trees are no garbage, and the collector would look at all of them again and again
+    try:
+        paths = [path for package in packages for path in sorted((root / package).rglob("*.py"))]
+        modules = [
+            _parsed(path, path.relative_to(root))
+            for path in paths
+            if not GENERATED.search(path.name) and not BUILT & {*path.relative_to(root).parts}
+        ]
+        return {module.name: module for module in modules}
+    finally:
+        gc.enable()
+
+
+def _parsed(path: Path, relative: Path) -> Module:
+    text = path.read_text()
+    name = ".".join(relative.with_suffix("").parts).removesuffix(".__init__")
+    return Module(name, path, ast.parse(text), len(text.splitlines()))
 
 
 def statements(tree: ast.Module) -> Iterator[Statement]:

@@ -7,13 +7,14 @@ import re
 import signal
 import sys
 import urllib.request
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
 import psutil
 import pytest
 from support.clients.baton_command import Baton
 from support.clients.scraping import scrape
+from support.cluster.command_fixtures import command_in
 from support.eventually import eventually
 
 from baton import AsyncClient
@@ -37,6 +38,20 @@ async def folder(tmp_path: Path, baton: Baton) -> AsyncIterator[StateFolder]:
     """The cluster's folder; whatever a test has started ends with it."""
     yield StateFolder(tmp_path / ".baton")
     await baton("down")
+
+
+@pytest.fixture(scope="module")
+def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[StateFolder]:
+    """The folder of a cluster for several tests, which `up` starts unless it runs."""
+    folder = StateFolder(tmp_path_factory.mktemp("shared") / ".baton")
+    yield folder
+    asyncio.run(lifecycle.stop(folder))
+
+
+@pytest.fixture
+def shared_baton(shared: StateFolder, environment: dict[str, str]) -> Baton:
+    """The command in the folder of the shared cluster."""
+    return command_in(shared.path.parent, environment)
 
 
 def state_of(folder: StateFolder) -> ClusterState:
@@ -99,21 +114,6 @@ async def test_a_cluster_from_up_to_down(baton: Baton, folder: StateFolder) -> N
     assert (await baton("down")).out == "nothing is running\n"
 
 
-async def test_the_trace_of_a_request_is_where_up_says(baton: Baton, folder: StateFolder) -> None:
-    up = await baton(*UP)
-    assert (up.code, up.err) == (0, "")
-    (address,) = [each.address for each in state_of(folder).processes if each.role == "traces"]
-    assert f"http://{address}" in up.out
-
-    def services() -> set[str]:
-        with urllib.request.urlopen(f"http://{address}/api/services") as answer:
-            return set(json.load(answer)["data"])
-
-    await eventually(lambda: services() == {"baton-router", "baton-prefill", "baton-decode"})
-    assert (await baton("generate", "hello", "--max-tokens", "2")).code == 0
-    await eventually(lambda: services() == {"baton-cli", "baton-router", "baton-prefill", "baton-decode"})
-
-
 async def test_one_request_is_one_tree_of_spans_from_the_client_to_every_worker(
     baton: Baton, folder: StateFolder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -149,27 +149,56 @@ async def test_one_request_is_one_tree_of_spans_from_the_client_to_every_worker(
         assert span is client_span or trace.find(span.parent_id), f"{span.name} is in no tree"
 
 
-async def test_a_worker_that_is_killed_is_back_and_serves(baton: Baton, folder: StateFolder) -> None:
-    assert (await baton(*UP)).code == 0
-    before = {each.name: each for each in state_of(folder).processes}
-    os.kill(before["decode-0"].pid, signal.SIGKILL)
-
-    def is_back() -> bool:
-        now = {each.name: each for each in state_of(folder).processes}["decode-0"]
-        return now.restarts == 1 and now.pid not in (0, before["decode-0"].pid)
-
-    await eventually(is_back)
-    assert (await baton(*UP)).code == 0  # waits until a request is answered
+# The next four leave a cluster that the one after them finds, all but the last.
 
 
 async def test_a_supervisor_that_is_killed_leaves_no_process_and_hinders_no_next_one(
-    baton: Baton, folder: StateFolder
+    shared_baton: Baton, shared: StateFolder
 ) -> None:
-    assert (await baton(*UP)).code == 0
-    pids = pids_of(state_of(folder))
+    assert (await shared_baton(*UP)).code == 0
+    pids = pids_of(state_of(shared))
     os.kill(pids[0], signal.SIGKILL)
     await eventually(lambda: none_alive(pids))
-    assert (await baton(*UP)).code == 0
+    assert (await shared_baton(*UP)).code == 0
+
+
+async def test_the_trace_of_a_request_is_where_up_says(shared_baton: Baton, shared: StateFolder) -> None:
+    up = await shared_baton(*UP)
+    assert (up.code, up.err) == (0, "")
+    (address,) = [each.address for each in state_of(shared).processes if each.role == "traces"]
+    assert f"http://{address}" in up.out
+
+    def services() -> set[str]:
+        with urllib.request.urlopen(f"http://{address}/api/services") as answer:
+            return set(json.load(answer)["data"])
+
+    await eventually(lambda: services() == {"baton-router", "baton-prefill", "baton-decode"})
+    assert (await shared_baton("generate", "hello", "--max-tokens", "2")).code == 0
+    await eventually(lambda: services() == {"baton-cli", "baton-router", "baton-prefill", "baton-decode"})
+
+
+async def test_a_worker_that_is_killed_is_back_and_serves(shared_baton: Baton, shared: StateFolder) -> None:
+    assert (await shared_baton(*UP)).code == 0
+    before = {each.name: each for each in state_of(shared).processes}
+    os.kill(before["decode-0"].pid, signal.SIGKILL)
+
+    def is_back() -> bool:
+        now = {each.name: each for each in state_of(shared).processes}["decode-0"]
+        return now.restarts == 1 and now.pid not in (0, before["decode-0"].pid)
+
+    await eventually(is_back)
+    assert (await shared_baton(*UP)).code == 0  # waits until a request is answered
+
+
+async def test_down_ends_a_cluster_whose_supervisor_hangs(
+    shared_baton: Baton, shared: StateFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert (await shared_baton(*UP)).code == 0
+    pids = pids_of(state_of(shared))
+    os.kill(pids[0], signal.SIGSTOP)
+    monkeypatch.setattr(lifecycle, "STOP_SECONDS", 0.5)
+    assert await lifecycle.stop(shared)
+    assert none_alive(pids)
 
 
 async def test_ctrl_c_during_start_up_ends_everything(tmp_path: Path, folder: StateFolder) -> None:
@@ -262,17 +291,6 @@ async def test_down_returns_when_the_supervisor_is_gone_too(
     assert (await baton(*UP)).code == 0
     pids = pids_of(state_of(folder))
     assert (await baton("down")).code == 0
-    assert none_alive(pids)
-
-
-async def test_down_ends_a_cluster_whose_supervisor_hangs(
-    baton: Baton, folder: StateFolder, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    assert (await baton(*UP)).code == 0
-    pids = pids_of(state_of(folder))
-    os.kill(pids[0], signal.SIGSTOP)
-    monkeypatch.setattr(lifecycle, "STOP_SECONDS", 0.5)
-    assert await lifecycle.stop(folder)
     assert none_alive(pids)
 
 

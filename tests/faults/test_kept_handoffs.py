@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from support.clients.generation import Answer, generate, greedy_text
-from support.cluster.processes import Process, forked, process
+from support.cluster.processes import Process, forked, keeper
 from support.engines.device import DEVICE, ON_DEVICE
 from support.keeping import workers_of
 
@@ -67,7 +67,7 @@ async def test_kept_pools_are_read_within_the_host_before_and_after_their_owner_
         workers = []
         for role in ("prefill", "decode"):
             own = [*shared, *kept, f"roles=[{role}]", f"worker_id={role}-0"]
-            workers.append(stack.enter_context(process("services", "worker.yaml", own, tmp_path / f"{role}.log")))
+            workers.append(stack.enter_context(keeper("worker.yaml", own, tmp_path / f"{role}.log")))
         patience = [*shared, "retry.wait_seconds=120", "openai.listen=''", "announce_seconds=0"]
         router = stack.enter_context(forked("router", "router.yaml", patience, tmp_path / "router.log"))
         for each in (*workers, router):

@@ -65,7 +65,10 @@ def deployment(tmp_path: Path) -> Iterator[Deployment]:
 
 @pytest.fixture(scope="module")
 def shared_deployment(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployment]:
-    """For tests that leave it with a worker that was started again and serves, whose metrics have begun at zero."""
+    """For tests that leave it with a worker that serves, and was started again where they count; only two of them kill.
+
+    After the third failure in a row the keeper would free what it keeps.
+    """
     with _deployed(tmp_path_factory.mktemp("shared")) as started:
         yield started
 
@@ -214,23 +217,8 @@ async def test_an_upgrade_whose_caller_has_left_goes_on_alone(deployment: Deploy
 
 
 @pytest.mark.timeout(300)
-async def test_a_worker_that_drains_is_not_upgraded(deployment: Deployment) -> None:
-    async with _calls(deployment) as stub, AsyncClient(deployment.router.address) as client:
-        running = asyncio.create_task(_answers(stub, _requests(keep_seconds=0)))
-        await until(lambda: _is_amid(deployment))
-        [worker] = await client.workers()
-        draining = asyncio.create_task(client.drain_worker(worker.worker_id))
-        while (await client.workers())[0].state != cluster_service_pb2.WORKER_STATE_DRAINING:  # noqa: ASYNC110
-            await asyncio.sleep(0.02)
-        with pytest.raises(Draining, match="cannot be upgraded"):
-            await client.upgrade_worker(worker.worker_id)
-        running.cancel()
-        await draining
-
-
-@pytest.mark.timeout(300)
-async def test_code_for_another_model_does_not_take_over(deployment: Deployment) -> None:
-    requests = _requests(keep_seconds=60)
+async def test_code_for_another_model_does_not_take_over(shared_deployment: Deployment) -> None:
+    deployment, requests = shared_deployment, _requests(keep_seconds=60)
     async with _calls(deployment) as stub, AsyncClient(deployment.router.address) as client:
         expected = await _undisturbed(stub)
         running = asyncio.create_task(_answers(stub, requests))
@@ -242,6 +230,23 @@ async def test_code_for_another_model_does_not_take_over(deployment: Deployment)
         assert first == deployment.worker
         again = await running
         assert _begins(again, expected)
+
+
+@pytest.mark.timeout(300)
+async def test_a_worker_that_drains_is_not_upgraded(shared_deployment: Deployment) -> None:
+    """The last test of the deployment, which ends with it."""
+    deployment = shared_deployment
+    async with _calls(deployment) as stub, AsyncClient(deployment.router.address) as client:
+        running = asyncio.create_task(_answers(stub, _requests(keep_seconds=0)))
+        await until(lambda: _is_amid(deployment))
+        [worker] = await client.workers()
+        draining = asyncio.create_task(client.drain_worker(worker.worker_id))
+        while (await client.workers())[0].state != cluster_service_pb2.WORKER_STATE_DRAINING:  # noqa: ASYNC110
+            await asyncio.sleep(0.02)
+        with pytest.raises(Draining, match="cannot be upgraded"):
+            await client.upgrade_worker(worker.worker_id)
+        running.cancel()
+        await draining
 
 
 def _is_amid(deployment: Deployment) -> bool:

@@ -3,7 +3,7 @@
 import asyncio
 import signal
 from collections.abc import AsyncIterator, Iterator, Sequence
-from contextlib import ExitStack, asynccontextmanager
+from contextlib import ExitStack, asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -11,7 +11,7 @@ import psutil
 import pytest
 from support.clients.generation import Answer, generate, greedy_text
 from support.clients.scraping import scrape
-from support.cluster.processes import Process, forked, process, ranks_of
+from support.cluster.processes import Process, forked, keeper, ranks_of
 from support.cluster.several_processes import until
 from support.engines.device import DEVICE
 from support.keeping import workers_of
@@ -34,6 +34,7 @@ _CONFIG = """
 roles: [prefill, decode]
 registry: {{kind: file, folder: {folder}}}
 namespace: test
+worker_id: kept
 drain_seconds: 0
 keep_memory: {{kv: true, hang_seconds: 30}}
 metrics_listen: {metrics}
@@ -72,19 +73,49 @@ class Deployment:
         return found.sum("baton_recovered_decodes_total", outcome=outcome) if started else -1
 
 
+class _Deployments:
+    """Gives a deployment to two tests, each of which kills its worker.
+
+    After the third failure in a row the keeper would free what it keeps.
+    """
+
+    def __init__(self, folder: Path, stack: ExitStack) -> None:
+        self._folder, self._stack, self._given = folder, stack, 0
+
+    def next(self) -> Deployment:
+        if self._given % 2 == 0:
+            self._stack.close()
+            folder = self._folder / str(self._given)
+            folder.mkdir()
+            self._running = self._stack.enter_context(_deployed(folder))
+        self._given += 1
+        return self._running
+
+
+@pytest.fixture(scope="module")
+def deployments(tmp_path_factory: pytest.TempPathFactory) -> Iterator[_Deployments]:
+    with ExitStack() as stack:
+        yield _Deployments(tmp_path_factory.mktemp("deployments"), stack)
+
+
 @pytest.fixture
-def deployment(tmp_path: Path) -> Iterator[Deployment]:
+def deployment(deployments: _Deployments) -> Deployment:
+    return deployments.next()
+
+
+@contextmanager
+def _deployed(tmp_path: Path) -> Iterator[Deployment]:
     config, folder, metrics = tmp_path / "worker.yaml", tmp_path / "registry", f"127.0.0.1:{free_port()}"
     patience = [f"registry={{kind: file, folder: {folder}}}", "namespace=test", "retry.wait_seconds=120"]
     patience += ["openai.listen=''", "announce_seconds=0", "retry.reattach_seconds=60"]
     with ExitStack() as stack:
         router = stack.enter_context(forked("router", "router.yaml", patience, tmp_path / "router.log"))
         config.write_text(_CONFIG.format(folder=folder, metrics=metrics, pool="16MiB"))
-        keeper = stack.enter_context(process("services", str(config), [], tmp_path / "worker.log"))
-        keeper.wait_until_serving()
+        started = stack.enter_context(keeper(str(config), [], tmp_path / "worker.log"))
+        started.wait_until_serving()
         router.wait_until_serving()
-        yield Deployment(router, keeper, metrics, config, folder)
-        assert keeper.terminate(60) == 0
+        yield Deployment(router, started, metrics, config, folder)
+        assert started.terminate(60) == 0
 
 
 @asynccontextmanager
@@ -125,11 +156,15 @@ def _used_blocks(deployment: Deployment) -> float:
     return scrape(deployment.metrics).sum("baton_kv_blocks", state="used")
 
 
+_expected: list[tuple[int, ...]] = []
+
+
 async def _undisturbed(deployment: Deployment, stub: InferenceServiceStub) -> list[tuple[int, ...]]:
-    """The ids of answers that nothing disturbs. What is counted afterwards is of others."""
-    answers = await _answers(stub, keep_seconds=0)
+    """The ids of undisturbed answers, the same of every deployment. What is counted afterwards is of others."""
+    if not _expected:
+        _expected.extend(answer.ids for answer in await _answers(stub, keep_seconds=0))
     await until(lambda: _used_blocks(deployment) == 0)
-    return [answer.ids for answer in answers]
+    return _expected
 
 
 # Rank 0 alone is killed in the tests below, too; both are as one process that is killed.

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from google.protobuf.duration_pb2 import Duration
 from support.clients.worker_calls import WorkerCalls, calls_to, decode_request
-from support.cluster.processes import ROOT
+from support.cluster.processes import ROOT, process
 from support.cluster.workers import LEASE_SECONDS, worker_process
 from support.eventually import PATIENCE_SECONDS
 from support.servers.etcd import free_port
@@ -57,7 +57,7 @@ def test_a_model_that_is_not_there_is_one_line_and_exit_code_2(tmp_path: Path) -
 
 async def test_sigterm_lets_what_runs_finish_and_exits_with_0(tmp_path: Path) -> None:
     engine = "engine={kind: simulated, decode_step_seconds: 0.02}"
-    with worker_process("decode", tmp_path, engine, "drain_seconds=20") as worker:
+    with worker_process("decode", tmp_path, engine, "drain_seconds=20", start=process) as worker:
         async with calls_to(worker.address) as calls:
             call = calls.decodes.Decode(decode_request(max_tokens=40))
             await call.read()
@@ -92,7 +92,7 @@ async def test_a_worker_that_drains_takes_no_more_requests(tmp_path: Path) -> No
 
 async def test_a_drain_that_was_asked_for_lets_what_runs_finish_and_ends_the_process_with_0(tmp_path: Path) -> None:
     engine = "engine={kind: simulated, decode_step_seconds: 0.02}"
-    with worker_process("decode", tmp_path, engine) as worker:
+    with worker_process("decode", tmp_path, engine, start=process) as worker:
         async with calls_to(worker.address) as calls:
             decoding = asyncio.create_task(calls.decode(decode_request(max_tokens=80)))
             await until_running(calls)
@@ -129,7 +129,7 @@ async def _call_until_refused(calls: WorkerCalls) -> None:
 
 async def test_an_engine_that_fails_ends_its_worker_with_exit_code_1(tmp_path: Path) -> None:
     engine = "engine={kind: simulated, fail_after_tokens: 30}"
-    with worker_process("decode", tmp_path, engine) as worker:
+    with worker_process("decode", tmp_path, engine, start=process) as worker:
         async with calls_to(worker.address) as calls:
             with pytest.raises(EngineFailed, match="as configured"):
                 await calls.decode(decode_request(max_tokens=100))

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from support.clients.resuming import Received
 from support.cluster.in_process import PATIENT, Bench, bench, simulated
-from support.cluster.processes import Process, process
+from support.cluster.processes import Process, keeper
 from support.cluster.router_pair import kept_request, read
 from support.eventually import PATIENCE_SECONDS, eventually
 from support.keeping import workers_of
@@ -104,7 +104,8 @@ async def _worker_with_kept_memory(folder: Path) -> AsyncIterator[Process]:
     engine = "engine={kind: pytorch, model: models/demo, execution: fused, threads: 1, kv_cache_bytes: 16MiB}"
     registry = f"registry={{kind: file, folder: {folder / 'registry'}}}"
     keeping = ["keep_memory={weights: true, kv: true}", "drain_seconds=0", "namespace=test"]
-    with process("services", "worker.yaml", [engine, registry, *keeping], folder / "worker.log") as worker:
+    keeping += ["worker_id=kept"]
+    with keeper("worker.yaml", [engine, registry, *keeping], folder / "worker.log") as worker:
         await asyncio.to_thread(worker.wait_until_serving)
         yield worker
 

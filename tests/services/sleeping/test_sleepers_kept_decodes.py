@@ -19,8 +19,8 @@ async def test_kept_decodes_go_on_in_the_next_process_before_another_model_gets_
         )
         async with calls_to(other.process.address) as of_other:
             async with calls_to(worker.process.address) as calls:
-                expected = (await calls.decode(kept_request("whole", 1500))).token_ids
-                await begin(calls, kept_request("left", 1500))
+                expected = (await calls.decode(kept_request("whole", 500))).token_ids
+                await begin(calls, kept_request("left", 500))
                 waiting = asyncio.create_task(of_other.decode(decode_request(request_id="waits", max_tokens=20)))
                 await worker.kill()
             async with calls_to(worker.process.address) as calls:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from support.clients.scraping import Scrape, scrape
-from support.cluster.processes import ROOT
+from support.cluster.processes import ROOT, process
 from support.cluster.workers import worker_process
 from support.servers.etcd import free_port
 
@@ -17,7 +17,7 @@ GIB = 2**30
 @contextmanager
 def scraped(folder: Path) -> Iterator[Scrape]:
     address = f"127.0.0.1:{free_port()}"
-    with worker_process("prefill", folder, f"metrics_listen={address}"):
+    with worker_process("prefill", folder, f"metrics_listen={address}", start=process):
         yield scrape(address)
 
 

@@ -34,14 +34,18 @@ def environment() -> dict[str, str]:
 @pytest.fixture
 def baton(tmp_path: Path, environment: dict[str, str]) -> Baton:
     """Runs the command in a folder of the test's own."""
+    return command_in(tmp_path, environment)
 
+
+def command_in(folder: Path, environment: Mapping[str, str]) -> Baton:
+    """Runs the command in that folder, with the environment as it is then."""
     if may_be_forked(environment):
         begin_to_import()
 
     async def run(*words: str | bytes, stdin: bytes = b"") -> Outcome:
         run_one = run_forked if may_be_forked(environment) else _run_anew
         async with timeout(COMMAND_SECONDS):
-            return await run_one(words, tmp_path, environment, stdin)
+            return await run_one(words, folder, environment, stdin)
 
     return run
 

@@ -24,13 +24,16 @@ _with_torch = Preloaded(
     *_SERVERS, "services.engines.pytorch.engine", "services.engines.pytorch.vision.encoder", *_MODELS
 )
 _PATH = os.environ.get("PYTHONPATH")  # as the process has it that is forked
+_KEEPERS = ("support.cluster.forked_keeper", "support.faults.killed_workers")
 
 
 def may_be_forked(module: str, arguments: Sequence[str], environment: Mapping[str, str]) -> bool:
     """True for routers, and for workers with the simulated engine or on torch on a processor.
 
-    A keeper takes the place of its process.
+    A keeper takes the place of its process, unless it is one whose workers are forked from it.
     """
+    if module in _KEEPERS:
+        return DEVICE == "cpu"
     has_engine = any("simulated" in each for each in arguments) or _needs_torch(arguments)
     is_known = module == "router" or (module == "services" and has_engine)
     keeps = any("keep_memory" in each for each in arguments)
@@ -41,9 +44,9 @@ def _needs_torch(arguments: Sequence[str]) -> bool:
     return DEVICE == "cpu" and any("pytorch" in each for each in arguments)
 
 
-def _is_engine(module: str) -> bool:
-    """True for the programs that run an engine alone: modules with a `main`, and no packages."""
-    return module.startswith("support.engines.")
+def _is_program(module: str) -> bool:
+    """True for modules with a `main`, and no packages: those that run an engine alone, and keepers."""
+    return module.startswith("support.")
 
 
 class ForkedProcess:
@@ -51,7 +54,7 @@ class ForkedProcess:
 
     def __init__(self, module: str, arguments: Sequence[str], environment: Mapping[str, str], log: Path) -> None:
         given = (module, tuple(arguments), dict(environment), log)
-        context = _with_torch if _is_engine(module) or _needs_torch(arguments) else _light
+        context = _with_torch if _is_program(module) or _needs_torch(arguments) else _light
         self._process = context.Process(target=_run, args=given)
         self._process.start()
         assert self._process.pid is not None
@@ -89,4 +92,4 @@ def _run(module: str, arguments: Sequence[str], environment: Mapping[str, str], 
     os.environ.clear()
     os.environ.update(environment)
     sys.argv = [module, *arguments]
-    import_module(module if _is_engine(module) else f"{module}.__main__").main()
+    import_module(module if _is_program(module) else f"{module}.__main__").main()

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from support.clients.worker_calls import WorkerCalls, decode_request
-from support.cluster.processes import Process, process
+from support.cluster.processes import Process, keeper
 from support.cluster.several_processes import until
 from support.keeping import workers_of
 from support.servers.etcd import free_port
@@ -47,7 +47,7 @@ def kept_worker(log: Path, *options: str) -> Iterator[KeptWorker]:
     """A worker on the demo checkpoint whose weights and KV outlive its process; it serves."""
     metrics = f"127.0.0.1:{free_port()}"
     kept = [_ENGINE, "registry.kind=memory", "keep_memory={weights: true, kv: true}", "drain_seconds=0"]
-    with process("services", "worker.yaml", [*kept, f"metrics_listen={metrics}", *options], log) as started:
+    with keeper("worker.yaml", [*kept, f"metrics_listen={metrics}", "worker_id=kept", *options], log) as started:
         started.wait_until_serving()
         yield KeptWorker(started, metrics)
 

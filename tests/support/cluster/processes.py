@@ -6,7 +6,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,10 +16,14 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from support.cluster.forked import ForkedProcess
 from support.cluster.progress import Progress
 from support.cluster.server_kind import OVERRIDES
+from support.engines.device import DEVICE
 from support.freezing import freeze
 from support.servers.etcd import free_port
 
 ROOT = Path(__file__).resolve().parents[3]
+
+StartProcess = Callable[[str, str, Sequence[str], Path], contextlib.AbstractContextManager["Process"]]
+"""`process` or `forked`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +82,17 @@ def forked(module: str, config: str, overrides: Sequence[str], log: Path) -> Ite
     started = ForkedProcess(module, _arguments(config, address, overrides), os.environ, log)
     with _ended(started):
         yield Process(address, started, log)
+
+
+@contextlib.contextmanager
+def keeper(config: str, overrides: Sequence[str], log: Path) -> Iterator[Process]:
+    """`python -m services.keeper` with a worker on PyTorch, whose start is not tested; the worker has a `worker_id`.
+
+    On a processor both are forked, which takes 5 to 10 s of it less.
+    """
+    start, module = (forked, "support.cluster.forked_keeper") if DEVICE == "cpu" else (process, "services.keeper")
+    with start(module, config, overrides, log) as started:
+        yield started
 
 
 def _arguments(config: str, address: str, overrides: Sequence[str]) -> list[str]:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from support.clients.worker_calls import WorkerCalls, calls_to
 from support.clock import ManualClock, RunningClock
-from support.cluster.processes import Process, process
+from support.cluster.processes import Process, StartProcess, forked
 
 from discovery.memory import MemoryRegistry
 from engine_protocol.roles import Role
@@ -86,8 +86,11 @@ class Starter:
 
 
 @contextmanager
-def worker_process(role: Role, folder: Path, *overrides: str) -> Iterator[Process]:
-    """A worker in a separate process, with its own registry, serving."""
+def worker_process(role: Role, folder: Path, *overrides: str, start: StartProcess = forked) -> Iterator[Process]:
+    """A worker in a separate process, with its own registry, serving.
+
+    `start` is `process` for tests of its start, of its end, and of another environment.
+    """
     common = [
         "registry.kind=memory",
         "engine={kind: simulated, num_blocks: 64, block_bytes: 1024}",
@@ -95,6 +98,6 @@ def worker_process(role: Role, folder: Path, *overrides: str) -> Iterator[Proces
         "drain_seconds=1",
         "log.format=json",
     ]
-    with process("services", f"{role}.yaml", [*common, *overrides], folder / f"{role}.log") as started:
+    with start("services", f"{role}.yaml", [*common, *overrides], folder / f"{role}.log") as started:
         started.wait_until_serving()
         yield started

@@ -16,6 +16,7 @@ from typing import Literal
 import psutil
 from support.clients.scraping import Scrape, scrape
 from support.cluster.fleet import Fleet, FleetPlan, Node
+from support.cluster.forked_keeper import ForkedKeeper
 from support.faults.lost_routers import Streams
 from support.keeping import workers_of
 
@@ -195,10 +196,15 @@ def _found(worker: Node, starts: int) -> Scrape | None:
         return None  # of a process that has just ended
 
 
-if __name__ == "__main__":
+def main() -> None:
+    """Runs a keeper and its worker."""
     # Kills follow one another sooner than those of a cluster, and none of them is the fault of what is kept.
     keeper._PROVEN_SECONDS = 0.2
     arguments = sys.argv[1:]
     if "encode.yaml" not in arguments[0]:  # which has nothing to keep
         arguments.append(KEPT)
-    raise SystemExit(keeper.Keeper([sys.executable, "-m", "services", *arguments]).run())
+    raise SystemExit(ForkedKeeper(arguments).run())
+
+
+if __name__ == "__main__":
+    main()

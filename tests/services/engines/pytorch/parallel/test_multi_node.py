@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from support.clients.scraping import get_health, scrape
-from support.cluster.processes import Process, process
+from support.cluster.processes import Process, forked
 from support.engines.checkpoints import DEMO
 from support.engines.embedded import Checkpoint
 from support.engines.engine_calls import collect, greedy
@@ -115,9 +115,10 @@ class RunningRank:
 def rank_process(rank: int, leader: str, folder: Path) -> Iterator[RunningRank]:
     monitor = f"127.0.0.1:{free_port()}"
     options = ["registry.kind=memory", f"metrics_listen={monitor}", f"engine.model={DEMO}", "engine.device=cpu"]
+    options += ["engine.kind=pytorch"]  # what it is forked from is chosen by this
     options += ["engine.threads=1", "engine.tensor_parallel_size=2", "engine.max_sequences=8"]
     options += [f"engine.multi_node.{key}={value}" for key, value in group(leader, rank).items()]
-    with process("services", "decode.yaml", options, folder / f"rank-{rank}.log") as running:
+    with forked("services", "decode.yaml", options, folder / f"rank-{rank}.log") as running:
         yield RunningRank(running, monitor)
 
 
