@@ -61,12 +61,12 @@ async def _cancelled(stub: Stub, canceller: Stub, *, is_by_handle: bool) -> None
 
 
 async def cancelled_by_id(stub: Stub, other: Stub) -> None:
-    """While it is read."""
+    """Its reader has not got to the end."""
     await _cancelled(stub, stub, is_by_handle=False)
 
 
 async def cancelled_by_handle(stub: Stub, other: Stub) -> None:
-    """While it is read."""
+    """Its reader has not got to the end."""
     await _cancelled(stub, stub, is_by_handle=True)
 
 

@@ -161,7 +161,7 @@ class KeptStream:
         self.notify()
 
     def pop_error(self) -> Exception | None:
-        """What ended it, for its reader, once: an error that was raised has frames that know the stream."""
+        """The error that ended it, once: after it was raised it has frames that know the stream."""
         error, self.error = self.error, None
         return error
 

@@ -82,7 +82,9 @@ async def test_a_prefill_worker_refuses_a_reader_whose_name_is_too_long(prefill:
 async def test_a_handoff_stays_held_where_a_reader_with_too_long_a_name_ends_or_claims_it(prefill: Running) -> None:
     handoff = await prefill.calls.prefill()
     release = handoff_pb2.ReleaseRequest(handoff_id=handoff.handoff_id, epoch=handoff.epoch, reader=LONG)
-    renew = handoff_pb2.RenewRequest(handoff_ids=[handoff.handoff_id], epoch=handoff.epoch, claim={"reader": LONG})
+    renew = handoff_pb2.RenewRequest(
+        handoff_ids=[handoff.handoff_id], epoch=handoff.epoch, claim=handoff_pb2.HandoffClaim(reader=LONG)
+    )
     with pytest.raises(InvalidRequest, match="reader"):
         await unary(prefill.calls.handoffs.Release(release, timeout=PATIENCE_SECONDS))
     with pytest.raises(InvalidRequest, match=r"claim\.reader"):
