@@ -26,7 +26,7 @@ from services.engines.running import metrics
 from services.engines.seals import BlockContents
 
 # So many blocks of a prompt are named in a step that only decodes.
-_NAMED_BLOCKS = 128
+_NAMED_BLOCKS = 256
 # With so few tokens of a prompt a step is hardly longer than one that only decodes.
 _FEW_TOKENS = 32
 # For so many steps at most the start of a load is prepared.
