@@ -16,7 +16,7 @@ from services.engines.seals import BlockContents
 
 STEP_BLOCKS = 24
 """So many blocks are prepared, begun and ended a step while it only decodes: the host does it while the device computes
-a step. Of 4 MiB, they are a third of what the link brings meanwhile: the threads that copy hold the interpreter, too."""
+a step. Of 4 MiB, they are a third of what the link brings: the threads that copy hold the interpreter, too."""
 ALL_BLOCKS = 1 << 60
 """Where no running sequence waits for it."""
 # So many parts of a load are on their way: one is copied while the others are begun and ended.
