@@ -53,6 +53,8 @@ class Sealer:
 
     def check(self, seal: bytes, contents: BlockContents, digest: int) -> None:
         """Checks a block that was loaded. Raises DamagedBlock, which says what differs."""
+        if seal == self.seal(contents, digest):
+            return
         fields = seal[: _FIELDS.size]
         if _self_digest(fields) != seal[_FIELDS.size :]:
             raise DamagedBlock("seal")

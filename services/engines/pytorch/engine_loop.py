@@ -25,6 +25,10 @@ _log = structlog.get_logger(__name__)
 T = TypeVar("T")
 Outcome = Callable[[], None]
 
+# Of the time for which the thread waited for the device in the last step, it may let the event loop run first.
+_HANDED_OVER_SHARE = 0.75
+_LEAST_SECONDS = 0.0001
+
 
 @dataclass(frozen=True, slots=True)
 class Command(Generic[T]):
@@ -50,8 +54,10 @@ class EngineLoop:
         self._gate = threading.Lock()
         self._failure: BatonError | None = None
         self._current: Command[Any] | None = None  # the latest
+        self._delivered = threading.Event()
         self._thread = threading.Thread(target=self._main, name="baton-engine", daemon=True)
         self.load: EngineLoad = core.load()
+        core.steps.before_freeing = self._tell
 
     async def __aenter__(self) -> Self:
         self._loop = asyncio.get_running_loop()
@@ -162,9 +168,30 @@ class EngineLoop:
     def _publish(self) -> None:
         """Delivers the outcomes of a step. The load is set first, so that a caller sees the blocks that became free."""
         self.load = self._core.load()
+        self._tell()
+
+    def _tell(self) -> None:
+        """Delivers the outcomes that there are."""
         if self._outcomes:
             outcomes, self._outcomes = self._outcomes, []
-            self._loop.call_soon_threadsafe(_deliver, outcomes)
+            self._delivered.clear()
+            self._loop.call_soon_threadsafe(self._deliver, outcomes)
+            self._hand_over()
+
+    def _hand_over(self) -> None:
+        """Waits until the event loop has told the clients, for less than this thread would wait for the device anyway.
+
+        Otherwise both would want the interpreter now, and what this thread does with it before the next step differs
+        from one to the other: the clients would see that, however even the steps are.
+        """
+        seconds = _HANDED_OVER_SHARE * self._core.steps.spare_seconds
+        if seconds > _LEAST_SECONDS:
+            self._delivered.wait(seconds)
+
+    def _deliver(self, outcomes: Sequence[Outcome]) -> None:
+        for outcome in outcomes:
+            outcome()
+        self._loop.call_soon(self._delivered.set)  # after those that the outcomes have woken
 
     def _end(self, failure: BatonError) -> None:
         with self._gate:
@@ -177,11 +204,6 @@ class EngineLoop:
                 self.notify(partial(_set_error, command.result, failure))
         self._core.fail_all(failure)
         self._publish()
-
-
-def _deliver(outcomes: Sequence[Outcome]) -> None:
-    for outcome in outcomes:
-        outcome()
 
 
 def _set_result(future: "asyncio.Future[Any]", value: object) -> None:

@@ -14,8 +14,9 @@ from services.engines.pytorch.kv_cache.events import BlockRemoved, BlockStored, 
 from services.engines.pytorch.kv_cache.kept_cache import KeptCache
 from services.engines.pytorch.kv_cache.retention import RETAINED_SHARE, EvictionOrder, Sessions
 
-# One in so many blocks of the pool is emptied ahead of need.
+# One in so many blocks of the pool is emptied ahead of need, at most so many at once: a step waits for it.
 _AHEAD_SHARE = 32
+_AHEAD_AT_ONCE = 16
 
 NULL_BLOCK = 0
 """Never allocated, and always zero: padding points to it."""
@@ -78,7 +79,7 @@ class BlockPool:
         if len(blocks) < count:
             blocks += self._take_emptied(count - len(blocks))
         if self.lower is not None and len(self._empty) + len(self._emptied) < self._few // 2:
-            self._emptied += self._evict(min(self._few, self._idle.unretained))
+            self._emptied += self._evict(min(self._few, _AHEAD_AT_ONCE, self._idle.unretained))
         for block in blocks:
             self._references[block] = 1
         return blocks

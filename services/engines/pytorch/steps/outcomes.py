@@ -13,6 +13,8 @@ from services.engines.pytorch.sequence import Event, Failed, Held, HeldDecode, S
 from services.engines.pytorch.steps.scheduler import Scheduler
 from services.engines.running import metrics
 
+# To free so many blocks takes a good part of a millisecond: clients get the step's tokens before.
+_MANY_BLOCKS = 64
 _UNENDED = (State.NEW, State.WAITING, State.LOADING, State.RUNNING)
 
 
@@ -25,7 +27,8 @@ class StepOutcomes:
     def __init__(self, parts: EngineParts, scheduler: Scheduler) -> None:
         self.held: set[TokenSequence] = set()
         self.yielding: set[TokenSequence] = set()
-        # Sequences that ended while a step in flight still writes into their blocks, with the event to send afterwards.
+        # Sequences that ended with many blocks, or while a step in flight still writes into them, and the event to send
+        # once they are free.
         self._leaving: list[tuple[TokenSequence, Event]] = []
         self._parts = parts
         self._scheduler = scheduler
@@ -65,13 +68,21 @@ class StepOutcomes:
         if not sequence.in_flight.chunks:
             self._scheduler.remove(sequence)
             sequence.sink(event)
-            return
+        else:
+            self._leave_later(sequence, event)
+
+    def _leave_later(self, sequence: TokenSequence, event: Event) -> None:
         if sequence.state is not State.DONE:
             self._scheduler.retire(sequence)
         self._leaving.append((sequence, event))
 
+    @property
+    def are_leaving(self) -> bool:
+        """True if sequences have ended whose blocks are not free yet."""
+        return bool(self._leaving)
+
     def end_leaving(self) -> None:
-        """After a step: ends the sequences that it has still written into."""
+        """After a step: ends the sequences that it has still written into, and those with many blocks."""
         leaving, self._leaving = self._leaving, []
         for sequence, event in leaving:
             self.leave(sequence, event)
@@ -132,7 +143,9 @@ class StepOutcomes:
             self._hold(sequence, chosen, reason)
             return
         sequence.sink(Token(token_id, chosen.logprob, sequence.pop_prompt_logprobs()))
-        if reason is not None:
+        if reason is not None and len(sequence.blocks) > _MANY_BLOCKS:
+            self._leave_later(sequence, sequence.finished(reason))
+        elif reason is not None:
             self.leave(sequence, sequence.finished(reason))
         elif sequence.yields:
             self._yield(sequence)

@@ -2,7 +2,7 @@
 
 import math
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from baton.errors import HandoffLost
 from services.engines.memory.allocation import AllocationRules
@@ -40,6 +40,9 @@ class StepPipeline:
         self._outcomes = outcomes
         self._rules = rules
         self._inflight: InflightStep | None = None
+        self._waited_seconds = 0.0
+        self.before_freeing: Callable[[], None] = lambda: None
+        """Is called once the outcomes of a step are known, before the blocks of what has ended are freed."""
         self._stuck_since: float | None = None
         self._idle_since: float | None = None
         self._is_prepared = False
@@ -111,6 +114,11 @@ class StepPipeline:
             return None if self._is_prepared else self._seconds_until_idle
         return max(0.0, self._stuck_since + self._rules.held_wait_seconds - time.monotonic())
 
+    @property
+    def spare_seconds(self) -> float:
+        """How long this thread waited for the last step; 0 if the device has none to compute now."""
+        return self._waited_seconds if self._inflight is not None else 0.0
+
     def _start(self, chunks: list[Chunk]) -> InflightStep | None:
         """Starts a step. If it runs out of memory, only the request that needs the most memory fails."""
         if self._tiers is not None:
@@ -129,10 +137,12 @@ class StepPipeline:
 
     def _process(self, inflight: InflightStep) -> None:
         shortage = None
+        began = time.monotonic()
         try:
             outcomes = inflight.outcomes()
         except RuntimeError as error:  # sampling on the host allocates, and no step follows such a step
             outcomes, shortage = [None] * len(inflight.chunks), error
+        self._waited_seconds = time.monotonic() - began
         for chunk, chosen in zip(inflight.chunks, outcomes, strict=True):
             flying = chunk.sequence.in_flight
             flying.chunks -= 1
@@ -144,6 +154,8 @@ class StepPipeline:
             flying.is_void = flying.is_void and flying.tokens > 0
         if shortage is not None:
             self._drop_largest(inflight.chunks, shortage)
+        if self._outcomes.are_leaving:
+            self.before_freeing()
         self._outcomes.end_leaving()
         self._pool.seal()
 

@@ -30,7 +30,7 @@ _NAMED_BLOCKS = 256
 # With so few tokens of a prompt a step is hardly longer than one that only decodes.
 _FEW_TOKENS = 32
 # For so many steps at most the start of a load is prepared.
-_MOST_DEFERRED = 128
+_MOST_DEFERRED = 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -330,7 +330,7 @@ class Scheduler:
         sequence.stored_blocks = cached
         contents = self._loads.still_there(contents)
         if contents:
-            self._loads.begin(sequence, contents, cached)
+            self._loads.begin(sequence, contents, cached, at_once=self._step_blocks == ALL_BLOCKS)
         else:
             # After a preemption keep the count of the first time: that is what the cache saved the request.
             sequence.cached_tokens = sequence.cached_tokens if sequence.started else sequence.computed

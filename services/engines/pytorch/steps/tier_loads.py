@@ -14,9 +14,9 @@ from services.engines.pytorch.kv_cache.tiers.tiers import KvTiers
 from services.engines.pytorch.sequence import State, TokenSequence
 from services.engines.seals import BlockContents
 
-STEP_BLOCKS = 64
+STEP_BLOCKS = 24
 """So many blocks are prepared, begun and ended a step while it only decodes: the host does it while the device computes
-a step. Of 4 MiB, they are what the link brings meanwhile."""
+a step. Of 4 MiB, they are a third of what the link brings: the threads that copy hold the interpreter, too."""
 ALL_BLOCKS = 1 << 60
 """Where no running sequence waits for it."""
 # So many parts of a load are on their way: one is copied while the others are begun and ended.
@@ -83,15 +83,16 @@ class TierLoads:
         """Returns the first of these blocks that have not left their tier for those that the pool has evicted since."""
         return self._tiers.directory.readable(contents) if self._tiers is not None and contents else contents
 
-    def begin(self, sequence: TokenSequence, contents: Sequence[BlockContents], first: int) -> None:
-        """Starts to load into the blocks of a sequence, from `first` on."""
+    def begin(self, sequence: TokenSequence, contents: Sequence[BlockContents], first: int, *, at_once: bool) -> None:
+        """Starts to load into the blocks of a sequence, from `first` on, at once or in the next step."""
         assert self._tiers is not None
         blocks = sequence.blocks[first : first + len(contents)]
         sequence.load = PrefixLoad(contents, blocks, self._tiers.late_at(len(contents)), len(contents))
         sequence.state = State.LOADING
         self.sequences.append(sequence)
         self._tiers.expect(contents)
-        self._begin_part(sequence.load, self._tiers)
+        if at_once:
+            self._begin_part(sequence.load, self._tiers)
 
     def in_host_memory(self, hashes: Sequence[bytes]) -> list[BlockContents]:
         """Returns the first of these blocks if they are in host memory, and no other load brings them."""

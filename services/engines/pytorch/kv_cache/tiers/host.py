@@ -87,6 +87,8 @@ class Copier:
 
 
 def _pieces(rows: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    if len(rows[0]) <= _PIECE_WORDS:
+        return list(rows)
     return [piece for row in rows for piece in torch.split(row, _PIECE_WORDS)]
 
 

@@ -112,6 +112,9 @@ _PRIORS = {KvTier.HOST: 5e9, KvTier.DISK: 1e9}
 _LOAD_BASE_SECONDS = 0.005
 # How exact a measured load is, and by how much its cost may have changed since the one before.
 _NOISE, _DRIFT = 0.2, 0.3
+# A load says how fast the link is as far as it is as long as the longest one lately: so much of that is left when the
+# next load comes.
+_LONGEST_KEPT = 0.998
 _LEAST_LOAD_SECONDS, _LEAST_BLOCK_SECONDS = 1e-3, 1e-9
 # A single measurement of a prompt, and of a load, counts at most as so many times what is predicted.
 _MOST_RATIO, _MOST_LOAD_RATIO = 32.0, 4.0
@@ -155,6 +158,7 @@ class _LoadCost:
     def __init__(self, base_seconds: float, block_seconds: float) -> None:
         self._base, self._block = base_seconds, block_seconds
         self._base_variance, self._covariance, self._block_variance = base_seconds**2, 0.0, block_seconds**2
+        self._longest = 0.0
 
     @property
     def block_seconds(self) -> float:
@@ -178,7 +182,9 @@ class _LoadCost:
         # Long loads say little of what any takes: it is not the less certain the more of them there are.
         drifted = self._base_variance + (_DRIFT * self._base) ** 2
         self._base_variance = max(self._base_variance, min(drifted, self._base**2))
-        self._block_variance += (_DRIFT * self._block) ** 2
+        # And short ones little of a block: many that were held up must not end the loads of long prompts.
+        self._longest = max(_LONGEST_KEPT * self._longest, blocks)
+        self._block_variance += (_DRIFT * self._block * blocks / self._longest) ** 2
         with_base = self._base_variance + blocks * self._covariance
         with_block = self._covariance + blocks * self._block_variance
         variance = with_base + blocks * with_block + (_NOISE * expected) ** 2

@@ -1,5 +1,7 @@
 """The block pool's bookkeeping: which blocks are allocated, and which prefixes stay cached."""
 
+from collections.abc import Sequence
+
 from engine_protocol.prefix_hash import block_hash, root_hash
 from services.engines.pytorch.kv_cache.blocks import NULL_BLOCK, BlockPool, HashChain
 from services.engines.pytorch.kv_cache.events import BlockRemoved, BlockStored
@@ -58,6 +60,37 @@ def test_a_shared_block_is_free_when_its_last_user_leaves() -> None:
     assert pool.used == 1
     pool.release([block])
     assert pool.used == 0
+
+
+class _Lower:
+    """What leaves the pool, in the parts in which it does."""
+
+    def __init__(self) -> None:
+        self.demoted: list[int] = []
+
+    def demote(self, evicted: Sequence[tuple[int, bytes]]) -> Sequence[bytes]:
+        self.demoted.append(len(evicted))
+        return ()
+
+    def stored(self, block_hash: bytes) -> None: ...
+
+    def lose(self, hashes: Sequence[bytes]) -> int:
+        return 0
+
+    def leave_first(self, hashes: Sequence[bytes]) -> None: ...
+
+
+def test_a_sequence_that_grows_waits_for_few_blocks_to_leave_however_large_the_pool_is() -> None:
+    pool, lower = BlockPool(10_001), _Lower()
+    for block in (blocks := pool.allocate(10_000)):
+        pool.store(block, block.to_bytes(16, "big"))
+    pool.release(blocks)
+    pool.lower = lower
+    pool.empty_ahead(400, (), 400)
+    lower.demoted.clear()
+    for _ in range(1000):
+        pool.allocate(1)
+    assert 0 < max(lower.demoted) <= 16
 
 
 def test_a_listener_hears_what_enters_and_leaves_the_cache() -> None:

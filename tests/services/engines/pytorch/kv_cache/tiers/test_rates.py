@@ -65,6 +65,20 @@ def test_what_any_load_takes_is_measured_by_short_loads() -> None:
     assert rates.worth_loading(host=999, disk=0) == 999
 
 
+@pytest.mark.parametrize("seconds", [0.008, 0.016, 0.025, 0.06])
+@pytest.mark.parametrize("blocks", [7, 25])
+def test_short_loads_that_take_longer_do_not_end_those_of_long_prompts(seconds: float, blocks: int) -> None:
+    """Sixteen prompts that come at once are loaded in the same steps as one of them, and say nothing of the link."""
+    for seed in range(40):
+        chance, rates = random.Random(seed), Rates(4 << 20, 32, step_seconds=0.005, load_seconds=0.0028)
+        rates.computed(32_000, 1.49)
+        for _ in range(12):
+            rates.resumed(KvTier.HOST, 999, 32, chance.uniform(0.24, 0.32))
+        for _ in range(128):
+            rates.resumed(KvTier.HOST, chance.randint(1, blocks), 32, seconds * chance.uniform(0.7, 1.5))
+            assert rates.worth_loading(host=999, disk=0) == 999
+
+
 @pytest.mark.parametrize("blocks", [1, 4, 15])
 def test_trials_take_little_of_the_time_to_compute(blocks: int) -> None:
     rates = _of_a_gpu()
@@ -136,6 +150,6 @@ def test_prompts_that_are_all_short_show_how_fast_the_link_is() -> None:
     link = Link(0.005, 0.1, random.Random(1))
     rates = Rates(4 << 20, 32, step_seconds=0.005, load_seconds=0.005)
     rates.computed(1024, 0.005 + link.computing(1024))
-    for _ in range(100):
+    for _ in range(40):
         link.resume(rates, 31)
     assert [rates.worth_loading(host=31, disk=0) for _ in range(3)] == [31, 31, 31]
