@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Callable
+from functools import partial
 
 import pytest
 from support.engines.embedded import Checkpoint
@@ -28,19 +29,19 @@ async def test_the_event_loop_runs_before_the_next_step_while_the_device_has_mor
     llama: Checkpoint, random_ids: Ids, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(StepPipeline, "spare_seconds", 20.0)
-    read: list[list[int]] = [[], [], []]
+    read: dict[tuple[int, ...], list[int]] = {random_ids(20, seed): [] for seed in range(3)}
     missing: list[int] = []
     async with llama.engine() as engine:
         scheduler = engine._core.scheduler
-        schedule = scheduler.schedule
 
-        def scheduling() -> object:
-            missing.extend(one.generated - len(ids) for one, ids in zip(scheduler.running, read, strict=False))
+        def scheduling(schedule: Callable[[], object]) -> object:
+            missing.extend(one.generated - len(read[tuple(one.prompt.token_ids)]) for one in scheduler.running)
             return schedule()
 
-        monkeypatch.setattr(scheduler, "schedule", scheduling)
-        await asyncio.gather(*(_read(engine, random_ids(20, seed), 30, read[seed]) for seed in range(3)))
-    assert [len(ids) for ids in read] == [30, 30, 30]
+        for name in ("schedule", "schedule_ahead"):
+            monkeypatch.setattr(scheduler, name, partial(scheduling, getattr(scheduler, name)))
+        await asyncio.gather(*(_read(engine, prompt, 30, ids) for prompt, ids in read.items()))
+    assert [len(ids) for ids in read.values()] == [30, 30, 30]
     assert len(missing) > 60
     assert set(missing) == {0}
 
