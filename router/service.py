@@ -4,7 +4,7 @@ from typing import Any
 
 from grpc import aio
 
-from baton.errors import Unsupported
+from baton.errors import InvalidRequest, Unsupported
 from baton.inference.v1 import (
     embed_pb2,
     generate_pb2,
@@ -65,6 +65,8 @@ class InferenceServicer(inference_service_pb2_grpc.InferenceServiceServicer):
         if request.handle:
             await self._resumer.cancel(Handle.parse(request.handle), self._path.contexts.read_qos(context))
             return generate_pb2.CancelGenerationResponse()
+        if not request.request_id:
+            raise InvalidRequest.of("request_id", "is empty, and so is handle")
         requests, caller = self._path.running.table, self._path.contexts.read_asker(context)
         receipts = await stop_everywhere(requests, self._siblings, request.request_id, caller)
         return generate_pb2.CancelGenerationResponse(receipts=receipts)

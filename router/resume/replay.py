@@ -67,7 +67,15 @@ class ReplayedCompletion(Completion):
         return self._cut_text(text) if self._text_left else text
 
     def flush(self) -> TokenDelta:
-        return self._cut(super().flush())
+        """As of Completion. Raises PositionInvalid if the client claims to have more than the whole answer."""
+        last = self._cut(super().flush())
+        left = {"text_bytes": self._text_left, "reasoning_bytes": self._reasoning_left, "tool_calls": self._calls_left}
+        beyond = [
+            FieldViolation(f"have.{name}", f"is {more} more than the answer has") for name, more in left.items() if more
+        ]
+        if beyond:
+            raise PositionInvalid(beyond)
+        return last
 
     def _replay_had(self, ids: Sequence[int]) -> TokenDelta:
         """Those that the client has, with their log probabilities, which are not known here."""

@@ -101,6 +101,24 @@ def test_whatever_came_together_the_cut_text_is_the_rest(model: ServedModel) -> 
         assert new == whole.token_ids[tokens:]
 
 
+@pytest.mark.parametrize("field", ["text_bytes", "reasoning_bytes", "tool_calls"])
+def test_a_client_that_claims_more_than_the_whole_answer_is_told_so(model: ServedModel, field: str) -> None:
+    assert model.tokenizer is not None
+    chosen = random.Random(6)
+    for _ in range(20):
+        ids = _ids(model, chosen)
+        sampling = prompt_pb2.Sampling()
+        sampling.stop.max_tokens = len(ids)
+        has = {"tokens": chosen.randrange(len(ids) + 1), field: len(model.tokenizer.decode(ids).encode()) + 1}
+        replayed = ReplayedCompletion(
+            generate_pb2.GenerateRequest(), sampling, model, None, generate_pb2.AnswerPosition(**has)
+        )
+        replayed.replay(ids)
+        assert replayed.finished is not None
+        with pytest.raises(PositionInvalid, match=f"have.{field}: is .* more than the answer has"):
+            replayed.flush()
+
+
 def test_ids_that_come_together_stop_where_they_stop_one_by_one(model: ServedModel) -> None:
     assert model.tokenizer is not None
     chosen, stopped = random.Random(4), 0

@@ -35,6 +35,13 @@ async def test_a_client_that_leaves_while_decoding_frees_everything() -> None:
         assert running.workers["d1"].engine.load().running == 0
 
 
+async def test_a_cancel_without_id_and_handle_names_the_field() -> None:
+    async with bench(PREFILL, SLOW_DECODE) as running:
+        with pytest.raises(aio.AioRpcError, match="request_id: is empty, and so is handle") as refused:
+            await cancel(running, "")
+        assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+
+
 async def test_a_client_that_leaves_while_prefilling_frees_everything() -> None:
     async with bench(SLOW_PREFILL, SLOW_DECODE) as running:
         call = running.stub.Generate(LONG)
