@@ -116,7 +116,7 @@ class StepPipeline:
 
     @property
     def spare_seconds(self) -> float:
-        """How long this thread waited for the last step; 0 if the device has none to compute now."""
+        """The time for which this thread waited for the last step; 0 if the device has none to compute now."""
         return self._waited_seconds if self._inflight is not None else 0.0
 
     def _start(self, chunks: list[Chunk]) -> InflightStep | None:

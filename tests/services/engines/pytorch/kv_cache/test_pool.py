@@ -63,7 +63,7 @@ def test_a_shared_block_is_free_when_its_last_user_leaves() -> None:
 
 
 class _Lower:
-    """What leaves the pool, in the parts in which it does."""
+    """A lower tier that notes what leaves the pool, part by part."""
 
     def __init__(self) -> None:
         self.demoted: list[int] = []
