@@ -67,7 +67,7 @@ class ReplayedCompletion(Completion):
         return self._cut_text(text) if self._text_left else text
 
     def flush(self) -> TokenDelta:
-        """The text that was held back. Raises PositionInvalid if the client claims to have more than the whole answer."""
+        """The text that was held back. Raises PositionInvalid if the client claims more than the whole answer."""
         last = self._cut(super().flush())
         left = {"text_bytes": self._text_left, "reasoning_bytes": self._reasoning_left, "tool_calls": self._calls_left}
         beyond = [
