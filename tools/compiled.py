@@ -40,6 +40,7 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as name:
         installed = Path(name) / "installed"
         install(Path(name) / "wheels", installed)
+        (installed / "models").symlink_to(ROOT / "models")  # deploy/config names the demo model from here
         # In that folder, and with it before all others on the path, so that processes of the tests find it too.
         environment = {**os.environ, "PYTHONPATH": str(installed)}
         subprocess.run([sys.executable, "-c", _IMPORT_ALL, *modules()], cwd=installed, env=environment, check=True)

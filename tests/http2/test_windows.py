@@ -21,6 +21,7 @@ from hypothesis import strategies as st
 from support.http2.peer import PREFACE, head, message
 from support.http2.pipe import Pipe, failures_of
 from support.http2.server import echoing
+from support.interpreted import interpreted
 
 import baton_http2.receiver
 import baton_http2.server.connection
@@ -183,6 +184,7 @@ async def converse(acts: list[Act]) -> None:
     assert failures == []
 
 
+@interpreted(baton_http2.stream, baton_http2.server.connection, baton_http2.receiver)
 @hypothesis.given(acts=st.lists(ACTS, max_size=60))
 @hypothesis.settings(max_examples=150, deadline=None, suppress_health_check=list(hypothesis.HealthCheck))
 def test_both_ends_have_the_same_windows_whatever_was_cancelled_in_flight(acts: list[Act]) -> None:

@@ -7,6 +7,7 @@ from itertools import pairwise
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.interpreted import interpreted
 from support.running_calls import NoLink
 
 from baton.engine.v1 import multiplex_pb2 as pb
@@ -14,6 +15,7 @@ from engine_protocol.multiplex import running_calls
 from engine_protocol.multiplex.replies import MultiplexedCall
 from engine_protocol.multiplex.running_calls import RunningCalls
 from router.routing.latency import DecodeTimer, WorkerLatency
+from router.stream import meter
 from router.stream.meter import TokenMeter
 from router.telemetry.stats import RequestStats
 
@@ -74,6 +76,7 @@ def _numbers(step: Sequence[int]) -> list[int]:
     return [call for call, kind in enumerate(step) if kind not in (NONE,) for _ in range(2 if kind == TWO else 1)]
 
 
+@interpreted(meter)
 @settings(deadline=None, max_examples=300)
 @given(st.lists(st.tuples(*[_KINDS] * _CALLS), min_size=3, max_size=25))
 def test_each_token_is_counted_with_the_time_since_the_one_before(steps: Sequence[Sequence[int]]) -> None:
