@@ -31,7 +31,7 @@ from services.engines.simulated.config import SimulatedConfig
 from services.server import host_worker
 
 MODEL = "leftovers"
-# So long answers are kept that nobody reads.
+# How long an answer that nobody reads is kept.
 KEEP_SECONDS = 2
 REFUSED_TENANT = "refused"
 _WORKERS = ("encode-0", "prefill-0", "prefill-1", "decode-0", "decode-1", "embed-0", "diffuse-0")

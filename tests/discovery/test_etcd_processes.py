@@ -28,7 +28,7 @@ def test_an_etcd_ends_with_a_test_process_that_is_killed(tmp_path: Path) -> None
         etcd = psutil.Process(int(tests.stdout.readline()))
         assert etcd.name() == "etcd"
         tests.kill()
-    # Whoever has adopted it may not have waited for it yet.
+    # The process that has adopted it may not have reaped it yet.
     with suppress(psutil.NoSuchProcess):
         while etcd.status() != psutil.STATUS_ZOMBIE:
             time.sleep(0.02)

@@ -205,7 +205,7 @@ class KeptEngine(SimulatedEngine):
         return found
 
     def close_pages(self) -> None:
-        """Unmaps its pool, of which it has told nobody yet."""
+        """Unmaps its pool, to which nothing else refers yet."""
         pages = getattr(self, "_memory", None)
         if pages is not None:
             pages._bytes.release()
